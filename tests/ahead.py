@@ -44,14 +44,13 @@ def counted_updating(run):
 devices.fetch, Run.updating = slow_fetch, counted_updating
 
 
-def loss_that_fails(*arguments):
+def loss_that_fails(*arguments, **more):
     from faulty import wanted_fault
 
-    loss, columns = impala_loss(*arguments)
+    losses, columns = impala_loss(*arguments, **more)
     if wanted_fault() == "nan_loss":
-        loss = loss * torch.nan
-        columns |= {"total_loss": loss.detach()}
-    return loss, columns
+        losses["pg_loss"] *= torch.nan
+    return losses, columns
 
 
 learner.impala_loss = loss_that_fails

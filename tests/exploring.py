@@ -3,7 +3,7 @@
 import torch
 
 from examples.exploration.common import EpisodicCounts
-from torchbeast.extras.explorer import Explored, ExplorerActor, Method
+from torchbeast.extras.explorer.method import Explored, ExplorerActor, Method
 
 
 class Watcher(Method):

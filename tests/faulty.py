@@ -188,14 +188,14 @@ def main() -> int:
 
     impala_loss = learner.impala_loss
 
-    def faulty_loss(*arguments: Any) -> Any:
+    def faulty_loss(*arguments: Any, **more: Any) -> Any:
         fault = wanted_fault()
         if fault == "raise_in_loss":
             raise ZeroDivisionError("no baseline to divide by")
         while fault == "hang_in_loss":
             pathlib.Path(os.environ["FAULT_FILE"] + ".hangs").touch()
             time.sleep(0.1)
-        return impala_loss(*arguments)
+        return impala_loss(*arguments, **more)
 
     save = checkpoint.save
 

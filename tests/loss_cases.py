@@ -2,15 +2,20 @@
 
 import argparse
 import math
+import types
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from nets import map_leaves
 from test_vtrace import ground_truth
 
 from torchbeast import flags as declared_flags
+from torchbeast import learner
+from torchbeast.core import means
+from torchbeast.core.columns import join_columns
 from torchbeast.core.distributions import make_distribution
-from torchbeast.learner import impala_loss
+from torchbeast.core.rollout import valid_steps
 
 T, B, A = 5, 3, 7
 FLAGS = {
@@ -57,11 +62,40 @@ def make_batch(seed=1):
     return batch, outputs
 
 
-def loss_of(batch, outputs, progress=0.0, **changes):
+class Replaying(types.SimpleNamespace):
+    """A learner without a model, but for its outputs."""
+
+    @property
+    def mixer(self):
+        from torchbeast.extras.replay.mixer import Mixer
+
+        return Mixer
+
+
+def loss_of(
+    batch,
+    outputs,
+    progress=0.0,
+    distribution=DISTRIBUTION,
+    auxiliary_losses=lambda *_: {},
+    module=learner,
+    **changes,
+):
+    """The total loss and its columns, as the learner gets them from its model."""
     flags = argparse.Namespace(**{**FLAGS, **changes})
-    batch = {name: torch.as_tensor(x) for name, x in batch.items()}
+    rows = {name: map_leaves(torch.as_tensor, x) for name, x in batch.items()}
     outputs = {name: torch.as_tensor(x) for name, x in outputs.items()}
-    return impala_loss(batch, outputs, DISTRIBUTION, flags, progress=progress)
+
+    def model(batch, state):
+        return outputs, state
+
+    model.distribution, model.auxiliary_losses = distribution, auxiliary_losses
+    loss = module.make_loss(flags, model)
+    fake = Replaying(flags=flags, model=model, loss=loss)
+    total, sums, columns = module.model_loss(fake, rows, (), progress)
+    columns = means.fetch(join_columns(sums, columns), sums)()
+    assert columns.pop("valid") == valid_steps(rows)[:-1].sum() or "replayed" in batch
+    return total, columns
 
 
 def log_softmax(logits):

@@ -118,7 +118,7 @@ def check_unroll(rows, games):
         row = map_nested(lambda x, t=t: x[t], rows)
         game, at = places[row["observation"]["colours"].tobytes()]
         original = game.rows[at]
-        for name in row.keys() - RESULTS - {"done", "step_counts"}:
+        for name in row.keys() - RESULTS - {"done", "valid"}:
             map_nested(np.testing.assert_array_equal, row[name], original[name])
         goes_on = previous is not None and (game, at) == (previous[0], previous[1] + 1)
         if previous is not None:
@@ -127,7 +127,7 @@ def check_unroll(rows, games):
             for name in (row.keys() & RESULTS) - {"done"}:
                 np.testing.assert_array_equal(row[name], result[name], err_msg=name)
             assert bool(row["done"]) == bool(result["done"])
-            assert rows["step_counts"][t - 1] == (not result["truncated"])
+            assert rows["valid"][t - 1] == (not result["truncated"])
             assert goes_on or result["done"]
         if row["done"]:
             assert original["done"]  # the first observation of an episode

@@ -47,11 +47,11 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 
 loss, count = learner.impala_loss, learner.count_batch
 
-def impala_loss(*arguments):
-    total, stats = loss(*arguments)
+def impala_loss(*arguments, **more):
+    losses, stats = loss(*arguments, **more)
     many = torch.tensor([2**24 + 1, 3])  # float32 does not have the first
     plain = {"plain": 0.25, "heads": [1, torch.pi], "unknown": None}
-    return total, stats | plain | {"many": many, "yes": many.max() > 0}
+    return losses, stats | plain | {"many": many, "yes": many.max() > 0}
 
 def count_batch(*arguments, **options):
     return count(*arguments, **options) | {"seen": np.arange(3), LAST: VALUE}

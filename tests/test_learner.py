@@ -12,7 +12,7 @@ import torchbeast.learner
 from torchbeast import monobeast
 from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import act_step
-from torchbeast.learner import Learner, impala_loss, learn
+from torchbeast.learner import Learner, impala_loss, learn, model_loss
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.runs import checkpoint, start
 
@@ -53,8 +53,7 @@ def make_batch(learner: Learner) -> tuple[dict, tuple]:
 def loss_and_gradient(learner, batch, state):
     """The loss of the parameters, without an update; the targets are constants."""
     learner.model.zero_grad()
-    outputs, _ = learner.model(batch, state)
-    loss, _ = impala_loss(batch, outputs, learner.model.distribution, learner.flags)
+    loss, *_ = model_loss(learner, batch, state, 0.0)
     loss.backward()
     gradients = [x.grad.flatten() for x in learner.model.parameters()]
     return loss.item(), torch.cat(gradients)
@@ -199,9 +198,9 @@ def test_progress_and_schedule_go_on_after_a_resume(more, monkeypatch):
     """Also with other flags. The loss gets the share of the run before the update."""
     seen = []
 
-    def loss(*arguments):
+    def loss(*arguments, **more):
         seen.append(arguments[-1])
-        return impala_loss(*arguments)
+        return impala_loss(*arguments, **more)
 
     monkeypatch.setattr(torchbeast.learner, "impala_loss", loss)
     total = ("--total_steps", str(5 * T * B))

@@ -15,7 +15,7 @@ from torchbeast.core import rollout
 def joined(batch, outputs, mask=None, replayed=None, **changes):
     more = {}
     if mask is not None:
-        more["step_counts"] = np.asarray(mask)
+        more["valid"] = np.asarray(mask)
     if replayed is not None:
         more["replayed"] = np.asarray(replayed)
     learned = {name: torch.tensor(x).requires_grad_() for name, x in outputs.items()}
@@ -74,14 +74,14 @@ def test_cut_rollouts_have_the_loss_of_the_whole_ones():
     assert cut["done"].shape == (T + 1, len(columns))
     assert cut_state[0].flatten().tolist() == columns
     # Each column has rows of one episode; see make_batch for the ends.
-    rows = [cut["step_counts"][:, i].nonzero().flatten().tolist() for i in range(5)]
+    rows = [cut["valid"][:, i].nonzero().flatten().tolist() for i in range(5)]
     assert rows == [[0, 1, 2, 3, 4, 5], [0, 1, 2], [3, 4, 5], [0, 1], [2, 3, 4, 5]]
     chosen = {name: x[:, columns] for name, x in outputs.items()}
     noise = np.random.default_rng(2).normal(size=chosen["baseline"].shape)
-    padded = ~cut["step_counts"].numpy()
+    padded = ~cut["valid"].numpy()
     chosen["baseline"] = chosen["baseline"] + noise * padded
     arrays = {name: x.numpy() for name, x in cut.items()}
-    loss, stats, gradients = joined(arrays, chosen, arrays["step_counts"])
+    loss, stats, gradients = joined(arrays, chosen, arrays["valid"])
     expected, expected_stats, expected_gradients = joined(batch, outputs)
     assert loss == pytest.approx(expected)
     for name in expected_stats:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from loss_cases import (
-    DISTRIBUTION,
     FLAGS,
     A,
     B,
@@ -21,7 +20,6 @@ from loss_cases import (
 from torchbeast import learner
 from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
-from torchbeast.learner import impala_loss
 
 
 @pytest.mark.parametrize(
@@ -257,10 +255,7 @@ def test_the_entropy_loss_rewards_entropy():
 
 def test_auxiliary_losses_are_added_and_logged():
     batch, outputs = make_batch()
-    batch = {name: torch.as_tensor(x) for name, x in batch.items()}
-    outputs = {name: torch.as_tensor(x) for name, x in outputs.items()}
-    flags = argparse.Namespace(**FLAGS)
-    loss, _ = impala_loss(batch, outputs, DISTRIBUTION, flags)
+    loss, _ = loss_of(batch, outputs)
     auxiliary = {
         "a_loss": torch.tensor(2.5, requires_grad=True),
         "per_task": torch.tensor([-1.0, 4.0]),
@@ -273,7 +268,7 @@ def test_auxiliary_losses_are_added_and_logged():
         seen.append(arguments)
         return auxiliary
 
-    both, stats = impala_loss(batch, outputs, DISTRIBUTION, flags, losses, 0.25)
+    both, stats = loss_of(batch, outputs, 0.25, auxiliary_losses=losses)
     assert both.item() == pytest.approx(loss.item() + 2.5 + 3 + T * B / 2 + 7)
     assert stats["a_number"].item() == 7
     assert stats["a_loss"].item() == 2.5
@@ -283,13 +278,13 @@ def test_auxiliary_losses_are_added_and_logged():
     assert auxiliary["a_loss"].grad == 1.0
     ((*same, targets, valid, the_flags, progress),) = seen
     assert progress == 0.25
-    assert same == [batch, outputs]
+    assert [x.keys() for x in same] == [batch.keys(), outputs.keys()]
     vs, advantages, _ = oracle_targets(*make_batch())
     np.testing.assert_allclose(targets.vs, vs, rtol=1e-5)
     np.testing.assert_allclose(targets.pg_advantages, advantages, rtol=1e-5)
     assert valid.shape == (T, B)
     assert valid.all()
-    assert the_flags is flags
+    assert the_flags.discounting == FLAGS["discounting"]
 
 
 def test_value_heads_with_rewards_and_discounts_of_their_own(monkeypatch):
@@ -354,16 +349,14 @@ def test_masked_actions_are_no_actions():
     """A policy over 7 actions, 3 of them masked, learns as one over the other 4."""
     batch, outputs = make_batch()
     left = np.array([0, 2, 3, 6])
-    flags = argparse.Namespace(**FLAGS)
     few = {**batch, "action": batch["action"] % len(left)}
     few["policy_logits"] = batch["policy_logits"][..., left]
     learned = torch.tensor(outputs["policy_logits"][..., left]).requires_grad_()
     baseline = torch.tensor(outputs["baseline"])
-    expected, expected_stats = impala_loss(
-        {name: torch.as_tensor(x) for name, x in few.items()},
+    expected, expected_stats = loss_of(
+        few,
         {"policy_logits": learned, "baseline": baseline},
-        make_distribution(spaces.Discrete(len(left))),
-        flags,
+        distribution=make_distribution(spaces.Discrete(len(left))),
     )
     expected.backward()
 
@@ -443,8 +436,8 @@ def test_other_action_spaces(action_space):
     }
     learned = logits.clone().requires_grad_()
     outputs = {"policy_logits": learned, "baseline": torch.zeros(T + 1, B)}
-    flags = argparse.Namespace(**{**FLAGS, "entropy_cost": 0.0})
-    impala_loss(batch, outputs, distribution, flags)[0].backward()
+    without = {"distribution": distribution, "entropy_cost": 0.0}
+    loss_of(batch, outputs, **without)[0].backward()
     better = logits - 0.01 * learned.grad
     before, after = (
         distribution.log_prob(x, batch["action"]) for x in (logits, better)
@@ -456,11 +449,6 @@ def test_other_action_spaces(action_space):
 @pytest.mark.parametrize("name", ["entropy", "total_loss", "pg_loss"])
 def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
     batch, outputs = make_batch()
-    batch = {key: torch.as_tensor(x) for key, x in batch.items()}
-    outputs = {key: torch.as_tensor(x) for key, x in outputs.items()}
     losses = {"mine": torch.tensor(1.0), name: torch.tensor(2.0)}
     with pytest.raises(ColumnError, match=rf"two columns named {name}\. .*auxiliary"):
-        impala_loss(
-            *(batch, outputs, DISTRIBUTION, argparse.Namespace(**FLAGS)),
-            lambda *_: losses,
-        )
+        loss_of(batch, outputs, auxiliary_losses=lambda *_: losses)

@@ -27,7 +27,7 @@ def make_flags(**changes):
 
 def make(flags):
     model = torch.nn.Linear(4, 2).double()
-    return model, *make_optimizer(model, flags)
+    return model, *make_optimizer(model, flags, 15)
 
 
 def update(model, optimizer, scheduler, x):

@@ -167,7 +167,7 @@ def test_a_field_belongs_to_the_step_before_its_row_or_after_it():
 def test_the_names_of_other_fields_are_taken(monkeypatch):
     net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
     own = row_spec(net).keys() | rollout.REPLAY_FIELDS
-    own |= {"intrinsic_reward", "intrinsic_discount"}  # see extras/explorer.py
+    own |= {"intrinsic_reward", "intrinsic_discount"}  # see extras/explorer/method.py
     assert own == extra_fields.TAKEN
     field = ExtraField((), np.float32, of="observation")
     monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "goal", field)

@@ -278,70 +278,55 @@ def test_action_log_probs_of_large_logits():
 
 
 def test_action_log_probs_of_actions_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"actions \[5\], policy_logits \[5, 3, 7\]"):
+    with pytest.raises(ValueError, match=r"actions \[5\] don.t fit"):
         vtrace.action_log_probs(torch.zeros(T, B, A), torch.zeros(T, dtype=torch.int64))
 
 
+def refused(name, shape, trailing=()):
+    inputs = tensors(make_inputs(trailing))
+    inputs[name] = torch.zeros(shape, dtype=torch.float64)
+    shown = re.escape(f"{name} {list(shape)}")
+    with pytest.raises(ValueError, match=f"the shapes don't fit .*{shown}"):
+        vtrace.from_importance_weights(**inputs)
+
+
 @pytest.mark.parametrize(
-    ("name", "shape", "message"),
+    ("name", "shape"),
     [
-        ("bootstrap_value", (), r"bootstrap_value needs the shape \[3\] .* got \[\]"),
-        ("bootstrap_value", (1, B), r"needs the shape \[3\] .* got \[1, 3\]"),
-        ("bootstrap_value", (B, 1), r"needs the shape \[3\] .* got \[3, 1\]"),
-        ("bootstrap_value", (1,), r"needs the shape \[3\] .* got \[1\]"),
-        ("bootstrap_value", (T,), r"needs the shape \[3\] .* got \[5\]"),
-        ("rewards", (T,), r"rewards need the shape .* \[5, 3\], got \[5\]"),
-        ("rewards", (B, T), r"rewards need the shape .* \[5, 3\], got \[3, 5\]"),
-        ("rewards", (T, 1), r"rewards need the shape .* \[5, 3\], got \[5, 1\]"),
-        ("discounts", (T + 1, B), r"discounts need the shape .* got \[6, 3\]"),
-        ("discounts", (), r"discounts need the shape .* got \[\]"),
-        ("values", (T, B, 1), r"the values \[5, 3, 1\], got \[5, 3\]"),
-        ("log_rhos", (T,), r"log_rhos need rank 2 or more, got \[5\]"),
-        ("log_rhos", (B, T), r"expected values .* got \[5, 3\] and \[3, 5\]"),
-        ("log_rhos", (T, B, 1), r"expected values .* got \[5, 3\] and \[5, 3, 1\]"),
+        *(("bootstrap_value", x) for x in [(), (1, B), (B, 1), (1,), (T,)]),
+        *(("rewards", x) for x in [(T,), (B, T), (T, 1)]),
+        *(("discounts", x) for x in [(T + 1, B), ()]),
+        ("values", (T, B, 1)),
+        *(("log_rhos", x) for x in [(T,), (B, T), (T, B, 1)]),
     ],
 )
-def test_shapes_that_do_not_fit(name, shape, message):
-    inputs = tensors(make_inputs())
-    inputs[name] = torch.zeros(shape, dtype=torch.float64)
-    with pytest.raises(ValueError, match=message):
-        vtrace.from_importance_weights(**inputs)
+def test_shapes_that_do_not_fit(name, shape):
+    refused(name, shape)
 
 
 @pytest.mark.parametrize("name", ["rewards", "discounts", "log_rhos"])
 @pytest.mark.parametrize("shape", [(T, B, 3), (T, 1, 2), (1, B, 2), (T, B, 1, 2)])
 def test_only_trailing_dimensions_are_broadcast(name, shape):
-    inputs = tensors(make_inputs((2,)))
-    inputs[name] = torch.zeros(shape, dtype=torch.float64)
-    got = re.escape(str(list(shape)))
-    with pytest.raises(ValueError, match=rf"{name}.* got .*{got}"):
-        vtrace.from_importance_weights(**inputs)
+    refused(name, shape, (2,))
 
 
 def test_bootstrap_value_needs_the_trailing_dimensions():
-    inputs = tensors(make_inputs((2,)))
-    inputs["bootstrap_value"] = inputs["bootstrap_value"][:, 0]
-    with pytest.raises(ValueError, match=r"needs the shape \[3, 2\] .* got \[3\]"):
-        vtrace.from_importance_weights(**inputs)
+    refused("bootstrap_value", (B,), (2,))
 
 
 @pytest.mark.parametrize(
-    ("behavior", "target", "actions", "message"),
+    ("behavior", "target", "actions"),
     [
-        ((T, B), (T, B), (T, B), r"actions \[5, 3\], policy_logits \[5, 3\]"),
-        ((T, B, A), (T, B, A), (T, B, 1), r"got actions \[5, 3, 1\], policy_logits"),
-        ((T, B, 2, A), (T, B, 2, A), (T, B, 2), r"log_rhos .*got .* \[5, 3, 2\]"),
-        ((T, B, A), (T, B, A + 1), (T, B), r"same shape, got \[5, 3, 7\].*\[5, 3, 8\]"),
-        ((T, B, A), (T, B, A), (B, T), r"actions \[3, 5\], policy_logits \[5, 3, 7\]"),
+        ((T, B), (T, B), (T, B)),
+        ((T, B, A), (T, B, A), (T, B, 1)),
+        ((T, B, 2, A), (T, B, 2, A), (T, B, 2)),
+        ((T, B, A), (T, B, A + 1), (T, B)),
+        ((T, B, A), (T, B, A), (B, T)),
     ],
 )
-def test_logits_that_do_not_fit(behavior, target, actions, message):
+def test_logits_that_do_not_fit(behavior, target, actions):
     inputs = tensors(make_inputs())
     inputs.pop("log_rhos")
-    with pytest.raises(ValueError, match=message):
-        vtrace.from_logits(
-            torch.zeros(behavior),
-            torch.zeros(target),
-            torch.zeros(actions, dtype=torch.int64),
-            **inputs,
-        )
+    chosen = torch.zeros(actions, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"fit|same shape"):
+        vtrace.from_logits(torch.zeros(behavior), torch.zeros(target), chosen, **inputs)

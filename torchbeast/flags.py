@@ -172,6 +172,9 @@ class Layout(Group):
 
 class Loss(Group):
     title = "loss"
+    loss: str | None = flag(None,
+        "a function that replaces the loss, see docs/forking.md",
+        metavar="MODULE:FUNCTION[JSON]")
     explorer: str | None = flag(None,
         "a class that adds rewards for exploring, such as "
         "examples.exploration.rnd:RND", metavar="MODULE:CLASS[JSON]")

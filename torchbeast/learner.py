@@ -1,38 +1,36 @@
 """Learning: the loss and one update.
 
-Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-Learner, update, learn, count_batch. V-trace is in core/vtrace.py, the model in
-model.py, the optimizer and its schedule in optimizer.py.
+Both variants use this file. Read it top to bottom: rewards_and_discounts, policy_loss,
+value_loss, impala_loss, Learner, update, learn. V-trace is in core/vtrace.py, the model
+in model.py, the optimizer and its schedule in optimizer.py.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from torchbeast.base import devices, ranks
+from torchbeast.base.errors import CheckpointError
+from torchbeast.base.named import find_named
 from torchbeast.base.nested import Nested
-from torchbeast.core import rollout, vtrace
+from torchbeast.core import means, rollout, vtrace
 from torchbeast.core.acting import row_spec
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.finite import check_loss, check_weights, sum_of_weights
+from torchbeast.core.finite import check_finite, sum_of_weights
+from torchbeast.core.means import mean
 from torchbeast.core.rollout import State
-from torchbeast.extras.explorer import Explorer, combine
-from torchbeast.extras.replay.implied_kl import implied_kl
-from torchbeast.extras.replay.memory import make_replay
-from torchbeast.extras.replay.mixer import Mixer, reject
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
-from torchbeast.optimizer import (
-    advance,
-    make_optimizer,
-    steps_per_batch,
-    tell_of_a_higher_rate,
-)
+from torchbeast.optimizer import advance, make_optimizer, tell_of_a_higher_rate
 from torchbeast.runs import checkpoint, start
+
+log = logging.getLogger(__name__)
 
 # --- The loss -------------------------------------------------------------------------
 
@@ -48,44 +46,87 @@ def rewards_and_discounts(
       flags: reward_clipping, discounting.
 
     Returns:
-      Both [T, B] float32. For a baseline [T + 1, B, K] of K value heads, make them
-      [T, B, K]: each head can have a reward and a discount of its own.
+      Both [T, B] float32, or for a baseline [T + 1, B, K] of K value heads [T, B, K]:
+      each head has a reward and a discount of its own.
     """
     rewards, done = outputs.get("reward", batch["reward"])[1:], batch["done"][1:]
     if flags.reward_clipping == "abs_one" and "reward" not in outputs:
         rewards = rewards.clamp(-1, 1)
     # If an episode was truncated, bootstrap from the value of its last observation.
     rewards = rewards + flags.discounting * batch["truncation_value"][1:]
-    return rewards, flags.discounting * (~done).float()
+    discounts = flags.discounting * (~done).float()
+    if "intrinsic_discount" in batch:  # --explorer, with a value head
+        rewards = torch.stack([rewards, batch["intrinsic_reward"][1:]], -1)
+        discounts = torch.stack([discounts, batch["intrinsic_discount"][1:]], -1)
+    elif "intrinsic_reward" in batch:
+        rewards = rewards + batch["intrinsic_reward"][1:]
+    return rewards, discounts
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    rhos: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_ratio: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss whose gradient is the policy gradient, with PPO's clipping.
+
+    Args:
+      log_probs: [T, B] of the actions, by the policy that learns.
+      rhos: [T, B], their ratios to the probabilities by the policy that acted.
+      advantages: [T, B]; 0 at steps that don't count.
+      clip_ratio: PPO's epsilon; inf: no clipping.
+
+    Returns:
+      The sum, a scalar; and which steps are clipped, [T, B] bool.
+    """
+    # Schulman et al. 2017, equation 7: no gradient where rho has left the interval
+    # around 1 in the direction of the advantage.
+    low, high = 1 - clip_ratio, 1 + clip_ratio
+    clipped = torch.where(advantages > 0, rhos > high, rhos < low)
+    advantages = advantages.masked_fill(clipped, 0)
+    # A masked action has advantage 0 and log-probability -inf: finite() prevents a NaN.
+    return -(vtrace.finite(log_probs) * advantages).sum(), clipped
+
+
+def value_loss(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Half the sum of the squared errors of values [T, B, ...], a scalar."""
+    return 0.5 * (targets - values).pow(2).sum()
 
 
 def impala_loss(
     batch: dict[str, Any],
     outputs: dict[str, torch.Tensor],
+    valid: torch.Tensor,
     distribution: ActionDistribution,
     flags: Flags,
-    auxiliary_losses: Callable[..., Mapping[str, Any]] = lambda *_: {},
     progress: float = 0.0,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+    auxiliary_losses: Callable[..., Mapping[str, Any]] = lambda *_: {},
+    total: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
 
+    --loss MODULE:FUNCTION[JSON] names a function that replaces it. It gets the first
+    six arguments by position, and those of the JSON object by name.
+
     Args:
-      batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py. It may have
-        the fields `step_counts` [T + 1, B] and `replayed` [B], bool.
+      batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
       outputs: of the learner's model for all T + 1 rows: policy_logits [T + 1, B, P],
         baseline [T + 1, B] or [T + 1, B, K], float32. The advantages of K value heads
         are added.
+      valid: [T, B] bool, the steps that count.
       distribution: the policy distribution over actions, given logits.
       flags: reward_clipping, discounting, baseline_cost, entropy_cost,
         final_entropy_cost, clip_rho, clip_pg_rho, clip_c, trace_decay,
-        normalize_advantages, clip_ratio, and kl_threshold if columns are replayed.
-      auxiliary_losses: see Net.auxiliary_losses.
+        normalize_advantages, clip_ratio.
       progress: the share of the run before this update, from 0 to 1. To anneal a
         coefficient, multiply it by 1 - progress.
+      auxiliary_losses: see Net.auxiliary_losses.
+      total: see vtrace.normalize.
 
     Returns:
-      The loss, a scalar; and columns for logs.csv: numbers, None or tensors [K], for
-      example one number per value head.
+      Losses by name: tensors, sums over the steps that count, or numbers. The learner
+      adds them up. And columns for logs.csv: mean(x, valid), numbers, None or vectors.
     """
     # Row t has observation t and the action for it. Row t + 1 has the action's reward
     # and whether the episode ended. Row T has no action here; its baseline is the
@@ -95,18 +136,10 @@ def impala_loss(
     target_logits = outputs["policy_logits"][:-1]
     values, bootstrap_value = outputs["baseline"][:-1], outputs["baseline"][-1]
     rewards, discounts = rewards_and_discounts(batch, outputs, flags)
-    rewards, discounts = combine(batch, rewards, discounts)  # with --explorer's
 
     log_probs = distribution.log_prob(target_logits, actions)  # [T, B]
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
     rhos = log_rhos.exp()
-    # [T, B] bool: the steps that count, and those of them that are not replayed.
-    valid = online = rollout.steps_that_count(batch)[:-1]
-    of_replay: dict[str, torch.Tensor] = {}
-    if "replayed" in batch:
-        logits = target_logits.detach(), behavior_logits
-        kl = implied_kl(distribution, *logits, flags.clip_rho)
-        valid, online, of_replay = reject(valid, batch["replayed"], kl, flags)
     targets = vtrace.from_importance_weights(
         *(log_rhos, discounts, rewards, values, bootstrap_value),
         clip_rho_threshold=flags.clip_rho,
@@ -121,61 +154,42 @@ def impala_loss(
         advantages = advantages.sum(-1)
     if flags.normalize_advantages:
         weights = rhos.clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
-        advantages = vtrace.normalize(advantages, weights, valid)
-    # PPO's clipping (Schulman et al. 2017, equation 7): no gradient where rho has left
-    # the interval around 1 in the direction of the advantage.
-    low, high = 1 - flags.clip_ratio, 1 + flags.clip_ratio
-    clipped = torch.where(advantages > 0, rhos > high, rhos < low)
-    advantages = advantages.masked_fill(clipped, 0)
+        advantages = vtrace.normalize(advantages, weights, valid, total)
+    pg_loss, clipped = policy_loss(log_probs, rhos, advantages, flags.clip_ratio)
+    # LASER has no entropy bonus for replayed steps.
+    online = rollout.not_replayed(batch, valid)
     entropy = distribution.entropy(target_logits) * online
     entropy_cost = flags.entropy_cost
     if flags.final_entropy_cost is not None:
         entropy_cost += (flags.final_entropy_cost - entropy_cost) * progress
-    auxiliary = auxiliary_losses(batch, outputs, targets, valid, flags, progress)
-
-    # Each loss is summed, added to the total and logged. A masked action has advantage
-    # 0 and log-probability -inf: finite() prevents a NaN.
+    # Each loss is added to the total and logged.
     losses = {
-        "pg_loss": -(vtrace.finite(log_probs) * advantages).sum(),
-        "baseline_loss": flags.baseline_cost * 0.5 * (targets.vs - values).pow(2).sum(),
+        "pg_loss": pg_loss,
+        "baseline_loss": flags.baseline_cost * value_loss(values, targets.vs),
         "entropy_loss": -entropy_cost * entropy.sum(),
     }
-    total_loss, columns = add_up(join_columns(losses, auxiliary), values.device)
-
-    number = ranks.total(valid.sum())
-
-    def mean(x: torch.Tensor) -> torch.Tensor:
-        """The mean over the steps that count: [T, B, ...] -> [...]."""
-        counts = valid.reshape(*valid.shape, *[1] * (x.dim() - 2))
-        return ranks.total((x.detach() * counts).sum((0, 1))) / number
-
-    about = {
-        # nats per step
-        "entropy": ranks.total(entropy.sum().detach()) / ranks.total(online.sum()),
-        "mean_value": mean(values),
-        "frac_rho_above_1": mean(log_rhos > 0),
-        "frac_clipped": mean(clipped),
-        **of_replay,
-    }
-    return total_loss, join_columns(columns, about)
-
-
-def add_up(
-    losses: Mapping[str, Any], device: torch.device
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of all losses, tensors or numbers, and their columns: see impala_loss."""
-    tensors = {name: torch.as_tensor(x, device=device) for name, x in losses.items()}
-    total: Any = sum(x.sum() for x in tensors.values())
+    auxiliary = auxiliary_losses(batch, outputs, targets, valid, flags, progress)
     columns = {
-        name: ranks.total((x.sum() if x.dim() > 1 else x).detach())
-        for name, x in tensors.items()
+        "entropy": mean(entropy, online),  # nats per step
+        "mean_value": mean(values, valid),
+        "frac_rho_above_1": mean(log_rhos > 0, valid),
+        "frac_clipped": mean(clipped, valid),
     }
-    return total, join_columns({"total_loss": ranks.total(total.detach())}, columns)
+    return join_columns(losses, auxiliary), columns
 
 
 # --- The learner ----------------------------------------------------------------------
 
-COUNTED = (*Counters.FIELDS, "env_warnings")  # the fields of rows for count_batch
+
+def make_loss(flags: Flags, model: Any) -> Callable[..., Any]:
+    """impala_loss, or the function that --loss names. Raises UserError."""
+    if not flags.loss:
+        auxiliary = model.auxiliary_losses
+        return functools.partial(
+            impala_loss, auxiliary_losses=auxiliary, total=ranks.total
+        )
+    _, function, arguments = find_named("--loss", flags.loss)
+    return functools.partial(function, **arguments)
 
 
 class Learner:
@@ -193,30 +207,39 @@ class Learner:
         self.model = make_model(
             flags, env_spec.observation_space, env_spec.action_space, self.device
         )
-        self.optimizer, self.scheduler = make_optimizer(self.model, flags)
+        # Those of all learners together.
+        self.steps_per_batch = flags.batch_size * flags.unroll_length * ranks.size()
+        self.optimizer, self.scheduler = make_optimizer(
+            self.model, flags, self.steps_per_batch
+        )
         # A checkpoint has the state of each: state_dict and load_state_dict.
         self.parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
         }
-        self.explorer: Explorer | None = None
-        if flags.explorer:
+        self.row_spec = row_spec(self.model)
+        self.explorer: Any = None
+        self.mixer: Any = None
+        if getattr(flags, "explorer", None):
+            from torchbeast.extras.explorer.method import Explorer  # optional
+
             self.explorer = Explorer(flags, self.model, self.device)
             self.parts["explorer"] = self.explorer
-        self.row_spec = row_spec(self.model)
-        self.mixer: Mixer | None = None
-        if flags.replay_ratio > 0:
-            replay = make_replay(flags, self.row_spec)
-            self.mixer = Mixer(replay, flags, self.model.initial_state(1))
-        self.loss: Callable[..., tuple] = model_loss
+        if getattr(flags, "replay_ratio", 0) > 0:
+            from torchbeast.extras.replay.mixer import make_mixer  # optional
+
+            self.mixer = make_mixer(self)
+        self.loss = make_loss(flags, self.model)
+        self.model_loss: Callable[..., Any] = model_loss
         if flags.compile:
             devices.check_compiler(flags.compile, self.device)
-            self.loss = torch.compile(model_loss, mode=flags.compile)
+            self.model_loss = torch.compile(model_loss, mode=flags.compile)
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.num_updates = 0  # of the weights: the number of the newest policy
         self.counters = Counters(flags.episodes_for_avg)
+        self.had_no_steps = False  # a loss over no steps was reported
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -231,34 +254,20 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a checkpoint.
-
-        Raises:
-          CheckpointError: it does not fit this model and optimizer.
-        """
+        """Restores a checkpoint. Raises CheckpointError if it does not fit."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
         optimizer = state["flags"].get("optimizer", "rmsprop")
         if optimizer != self.flags.optimizer:
-            raise checkpoint.CheckpointError(
-                f"the checkpoint is of a run with --optimizer {optimizer}, and this "
-                f"run has --optimizer {self.flags.optimizer}. Give --optimizer "
-                f"{optimizer}, or choose another --xpid"
+            raise CheckpointError(
+                f"the checkpoint is of a run with --optimizer {optimizer}. Give it, or "
+                "choose another --xpid"
             )
-        try:
-            self._load_state_dict(state)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise checkpoint.CheckpointError(
-                "the checkpoint does not fit this model and optimizer: "
-                f"{type(error).__name__}: {error}. Choose another --xpid"
-            ) from error
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
         if start.changed(state["flags"], self.flags):
             # Take the optimizer's moments only, and the new schedule at this step.
-            advance(self.scheduler, self.step // steps_per_batch(self.flags))
+            advance(self.scheduler, self.step // self.steps_per_batch)
             before = state["scheduler_state_dict"]["_last_lr"][0]
             tell_of_a_higher_rate(self.scheduler, before, self.flags)
             groups = self.optimizer.state_dict()["param_groups"]
@@ -278,12 +287,30 @@ class Learner:
 
 
 def model_loss(
-    model: Any, batch: dict[str, Nested], state: State, flags: Flags, progress: Any
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Runs the model over a batch; returns the loss and columns, see impala_loss."""
+    learner: Learner, batch: dict[str, Nested], state: State, progress: Any
+) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
+    """Runs the model over a batch, and adds up the losses.
+
+    Returns:
+      The total loss, a scalar; sums over the batch by name: losses [] or [K], and the
+      number of steps that count; columns, see impala_loss.
+    """
+    model, flags = learner.model, learner.flags
     outputs, _ = model(batch, state)
-    arguments = flags, model.auxiliary_losses, progress
-    return impala_loss(batch, outputs, model.distribution, *arguments)
+    valid = rollout.valid_steps(batch)[:-1]
+    columns: dict[str, Any] = {}
+    if "replayed" in batch:
+        about = batch, outputs, valid, model.distribution, flags
+        valid, columns = learner.mixer.reject(*about)
+    about = batch, outputs, valid, model.distribution, flags
+    found, more = learner.loss(*about, progress)
+    losses = {
+        name: torch.as_tensor(x, device=valid.device) for name, x in found.items()
+    }
+    total: Any = sum(x.sum() for x in losses.values())
+    sums = {name: x.sum() if x.dim() > 1 else x for name, x in losses.items()}
+    sums = join_columns({"total_loss": total}, sums, {"valid": valid.sum()})
+    return total, sums, join_columns(more, columns)
 
 
 class Update(NamedTuple):
@@ -306,33 +333,31 @@ def update(
       On the CPU `update` itself raises: for the loss and the gradient, before it
       changes the model.
     """
-    flags, model = learner.flags, learner.model
+    flags, model, step = learner.flags, learner.model, learner.step
     progress: Any = learner.progress
     if flags.compile:  # whose code would have a float as a constant
         progress = torch.full((), progress, device=learner.device)
-    loss, columns = learner.loss(model, batch, initial_state, flags, progress)
+    loss, sums, columns = learner.model_loss(learner, batch, initial_state, progress)
     learner.optimizer.zero_grad()
     loss.backward()
     ranks.add_gradients(model.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(
         model.parameters(), flags.grad_norm_clipping
     )
-    numbers = devices.fetch(join_columns(columns, {"grad_norm": grad_norm}))
-    step = learner.step
+    numbers = means.fetch(join_columns(sums, columns, {"grad_norm": grad_norm}), sums)
     if not learner.is_ahead:
-        check_loss(spread(numbers()), batch, flags, step, in_turn=True)
-    learning_rate = float(learner.scheduler.get_last_lr()[0])
+        check_finite(spread(numbers()), batch, flags, step)
     learner.optimizer.step()
-    total = devices.fetch({"weights": sum_of_weights(model)})
+    weights = devices.fetch({"sum_of_weights": sum_of_weights(model)})
 
     def check() -> dict[str, Any]:
-        try:
-            found = spread(numbers())
-            check_loss(found, batch, flags, step, in_turn=False)
-            check_weights(total()["weights"], learning_rate, flags, step)
-        except FloatingPointError:
-            learner.diverged = True
-            raise
+        found = spread(numbers())
+        learner.diverged = True  # unless this passes
+        check_finite(found | weights(), batch, flags, step)
+        learner.diverged = False
+        if not found.pop("valid") and not learner.had_no_steps:
+            learner.had_no_steps = True
+            log.warning("No step of the batch after step %d counts for the loss.", step)
         return found
 
     if not learner.is_ahead:
@@ -350,8 +375,8 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     flags.minibatches parts of it. V-trace corrects for the change of the policy since
     the first. The columns about the loss are those of the last update.
 
-    LASER (Schmitt et al. 2019) adds replayed columns to the batch. Until the replay has
-    learn_start steps, it only stores the batch and adds it to the running moments.
+    A replay adds columns to the batch. While it fills, the batch is only stored and
+    added to the running moments.
 
     Raises, with a GPU in the finish() of what it returns:
       FloatingPointError: the loss, the gradient or the new weights are not finite. On
@@ -359,11 +384,10 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     """
     flags, mixer, model = learner.flags, learner.mixer, learner.model
     known: dict[str, Any] = {"learning_rate": learner.scheduler.get_last_lr()[0]}
-    # With a replay: once all ranks are.
-    ready = not ranks.highest(not mixer.add(batch, learner.step)) if mixer else True
-    explored: Callable[[], dict[str, Any]] = dict  # columns of a method: none
-    checks = []
-    model.update_moments(batch, initial_state)
+    checks: list[Callable[[], dict[str, Any]]] = []
+    ready = mixer.add(batch, learner.step) if mixer else True
+    model.update_moments(batch, initial_state, ranks.joined)
+    explored: Callable[[], dict[str, Any]] = dict  # columns of --explorer
     if ready:
         rows, state = batch, initial_state
         if mixer:
@@ -381,21 +405,19 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     weights = model.state_dict()
     if learner.is_ahead:  # a copy, made before `counted` has arrived
         weights = {name: x.clone() for name, x in weights.items()}
-    counted = devices.fetch({name: ranks.joined(batch[name], 1) for name in COUNTED})
+    counted = devices.fetch({k: ranks.joined(batch[k], 1) for k in Counters.FIELDS})
     learner.step += batch["done"][1:].numel() * ranks.size()
     # The lag counts up to the weights before the last update.
     step, newest = learner.step, learner.num_updates - ready
     known |= mixer.columns(step) if mixer else {}
 
     def finish() -> dict[str, Any]:
+        learner.diverged = True  # unless this passes
+        method = explored()
+        learner.diverged = False
         scalars: dict[str, Any] = {}  # of the last update
-        try:
-            method = explored()
-            for check in checks:
-                scalars |= check()
-        except FloatingPointError:  # of a GPU, whose next updates have begun
-            learner.diverged = True
-            raise
+        for check in checks:
+            scalars |= check()
         columns = count_batch(learner, counted(), step, newest)
         return spread(join_columns(columns, known, method, scalars))
 
@@ -408,12 +430,11 @@ def count_batch(
     """Counts what a batch contains. Returns columns for logs.csv.
 
     Args:
-      batch: the fields COUNTED [T + 1, B], of all ranks, in the CPU's memory.
+      batch: Counters.FIELDS [T + 1, B], of all learners, in the CPU's memory.
       step, newest: see Counters.add.
     """
     return {
         "step": step,
         "frames": step * learner.env_spec.frames_per_step,
         **learner.counters.add(batch, step, newest),
-        "env_warnings": batch["env_warnings"][1:].sum(),
     }

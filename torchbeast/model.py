@@ -8,6 +8,7 @@ own. --encoder, --core and --explorer name modules that are no part of this pack
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ class Net(nn.Module):
         self.distribution = make_distribution(action_space)
         self.explorer: Any = None
         num_values = 1
-        if flags.explorer:
-            from torchbeast.extras.explorer import make_method  # optional
+        if getattr(flags, "explorer", None):
+            from torchbeast.extras.explorer.method import make_method  # optional
 
             about = observation_space, self.distribution
             method = make_method(flags.explorer, *about)
@@ -234,19 +235,26 @@ class Net(nn.Module):
         return {}
 
     @torch.no_grad()
-    def update_moments(self, batch: dict[str, Any], state: State) -> None:
+    def update_moments(
+        self,
+        batch: dict[str, Any],
+        state: State,
+        joined: Callable[[torch.Tensor, int], torch.Tensor] = lambda x, dim: x,
+    ) -> None:
         """Adds a batch [T + 1, B, ...] to the running moments.
 
         Args:
           state: before row 0. Row 0 is skipped: it is row T of the rollout before.
+          joined: joins a tensor with those of other learners, along a dimension.
         """
         if self.vector and self.vector.moments:
             rows = map_nested(lambda x: x[1:], batch)
-            self.vector.moments.update(self.vector.join(self._leaves(rows)[1]))
+            values = self.vector.join(self._leaves(rows)[1])
+            self.vector.moments.update(joined(values, 0))
         if self.return_moments is not None:
             before = state[-1 - self.explorer_states]
             returns = self._running_returns(batch, before)
-            self.return_moments.update(returns[1:].flatten())
+            self.return_moments.update(joined(returns[1:].flatten(), 0))
 
     def _leaves(
         self, rows: dict[str, Any]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchbeast.base import ranks
 from torchbeast.flags import Flags
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ def schedule(progress: float, kind: str) -> float:
 
 
 def make_optimizer(
-    model: torch.nn.Module, flags: Flags
+    model: torch.nn.Module, flags: Flags, steps_per_batch: int
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimizer and its schedule, which counts batches of steps_per_batch steps."""
     weights = model.parameters()
@@ -38,16 +37,11 @@ def make_optimizer(
         optimizer = RMSProp(weights, **more, outside=flags.epsilon_outside_root)
 
     def factor(batch: int) -> float:
-        step = batch * steps_per_batch(flags)
+        step = batch * steps_per_batch
         progress = min(step, flags.total_steps) / flags.total_steps
         return schedule(progress, flags.learning_rate_schedule)
 
     return optimizer, LambdaLR(optimizer, factor)
-
-
-def steps_per_batch(flags: Flags) -> int:
-    """Those of all learners together."""
-    return flags.batch_size * flags.unroll_length * ranks.size()
 
 
 def advance(scheduler: LambdaLR, batches: int) -> None:

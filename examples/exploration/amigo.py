@@ -27,8 +27,9 @@ from torch import nn
 from examples.exploration.common import Hash
 from torchbeast.base import ranks
 from torchbeast.core.observations import iterate_observation, iterate_space
+from torchbeast.core.rollout import not_replayed
 from torchbeast.envs.checks import UnsupportedSpaceError
-from torchbeast.extras.explorer import Explored, ExplorerActor, Method, not_replayed
+from torchbeast.extras.explorer.method import Explored, ExplorerActor, Method
 
 
 class Cells(nn.Module):

@@ -19,7 +19,7 @@ from torchbeast.core.observations import (
 )
 from torchbeast.core.rollout import example_rows
 from torchbeast.encoders import ImageEncoder, VectorEncoder, initialize
-from torchbeast.extras.explorer import ExplorerActor
+from torchbeast.extras.explorer.method import ExplorerActor
 
 
 class Layers(nn.Module):

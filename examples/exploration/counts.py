@@ -13,7 +13,8 @@ from gymnasium import spaces
 
 from examples.exploration.common import Hash, ends
 from torchbeast.base import ranks
-from torchbeast.extras.explorer import Explored, Method, not_replayed
+from torchbeast.core.rollout import not_replayed
+from torchbeast.extras.explorer.method import Explored, Method
 
 
 class Counts(Method):

@@ -20,7 +20,8 @@ from gymnasium import spaces
 
 from examples.exploration.common import Deviation, Encoder, InverseDynamics, ends
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.extras.explorer import Explored, ExplorerActor, Method, not_replayed
+from torchbeast.core.rollout import not_replayed
+from torchbeast.extras.explorer.method import Explored, ExplorerActor, Method
 
 
 class EllipticalBonus(ExplorerActor):

@@ -16,7 +16,8 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Deviation, Encoder, EpisodicCounts, ends
-from torchbeast.extras.explorer import Explored, Method, not_replayed
+from torchbeast.core.rollout import not_replayed
+from torchbeast.extras.explorer.method import Explored, Method
 
 
 class NovelD(Method):

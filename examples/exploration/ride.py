@@ -18,7 +18,7 @@ from torch import nn
 
 from examples.exploration.common import Encoder, EpisodicCounts, InverseDynamics, ends
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.extras.explorer import Explored, Method, mean
+from torchbeast.extras.explorer.method import Explored, Method, mean
 
 
 class RIDE(Method):

@@ -15,8 +15,9 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Deviation, Encoder, ends
+from torchbeast.core.rollout import not_replayed
 from torchbeast.envs.action_masks import agent_is_present
-from torchbeast.extras.explorer import Explored, Method, not_replayed
+from torchbeast.extras.explorer.method import Explored, Method
 
 
 class RND(Method):

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from gymnasium import spaces
 
 from torchbeast.base import ranks
-from torchbeast.extras.explorer import Explored, Method, not_replayed
+from torchbeast.core.rollout import not_replayed
+from torchbeast.extras.explorer.method import Explored, Method
 
 
 class Scores(Method):

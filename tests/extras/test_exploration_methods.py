@@ -25,7 +25,7 @@ from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.checks import UnsupportedSpaceError
-from torchbeast.extras.explorer import Explorer
+from torchbeast.extras.explorer.method import Explorer
 from torchbeast.play import evaluate
 
 T, B = 11, 3
@@ -422,9 +422,9 @@ def test_padding_has_no_reward_and_no_loss(name):
     whole = method.explore(rows, every)
     method.waiting = {}
     cut, _ = rollout.cut_at_episodes(rows, ())
-    parts = method.explore(cut, cut["step_counts"][:-1])
+    parts = method.explore(cut, cut["valid"][:-1])
     assert parts.reward.isfinite().all()
-    assert not parts.reward[~cut["step_counts"][:-1]].any()
+    assert not parts.reward[~cut["valid"][:-1]].any()
     rewarded = int((whole.reward > 0).sum())
     assert int((parts.reward > 0).sum()) == pytest.approx(rewarded, abs=rewarded // 2)
     if name == "amigo":

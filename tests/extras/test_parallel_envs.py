@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from loss_cases import DISTRIBUTION, FLAGS, B, T, make_batch
+from loss_cases import B, T, loss_of, make_batch
 from small_envs import declare, env_flags
 from test_agent import save
 from test_evaluate import make_flags, make_weights
@@ -16,12 +16,11 @@ from test_evaluate import make_flags, make_weights
 from torchbeast import load_agent, monobeast
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.named import find_object
-from torchbeast.core import rollout
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.learner import Learner, impala_loss, learn
+from torchbeast.learner import Learner, learn
 from torchbeast.local.env_spec import EnvSpec, find_env_spec
 from torchbeast.play import evaluate
 from torchbeast.polybeast.serving import try_environment
@@ -289,7 +288,7 @@ def test_spaces_are_padded_by_supersuit():
 
 
 def test_the_steps_of_absent_agents_do_not_count():
-    """As if `step_counts` had said so, also beside it."""
+    """As if `valid` had said so, also beside it."""
     batch, outputs = make_batch()
     mask = np.ones((T + 1, B), bool)
     mask[2:4, 0] = mask[1, 2] = False
@@ -299,21 +298,19 @@ def test_the_steps_of_absent_agents_do_not_count():
     more[4, 1] = False
 
     def gradients(**fields):
-        tensors = {k: torch.as_tensor(x) for k, x in {**batch, **fields}.items()}
-        if "number" in tensors:
-            tensors["observation"] = {WHO: tensors.pop("number")}
-        else:
-            tensors["observation"] = torch.zeros(T + 1, B)
+        observation = np.zeros((T + 1, B))
+        if "number" in fields:
+            observation = {WHO: fields.pop("number")}
         learned = {k: torch.tensor(x).requires_grad_() for k, x in outputs.items()}
-        flags = type("Flags", (), FLAGS)
-        impala_loss(tensors, learned, DISTRIBUTION, flags)[0].backward()
+        rows = {**batch, **fields, "observation": observation}
+        loss_of(rows, learned)[0].backward()
         return {name: x.grad for name, x in learned.items()}
 
     for given, wanted in (
-        (gradients(number=numbers), gradients(step_counts=mask)),
+        (gradients(number=numbers), gradients(valid=mask)),
         (
-            gradients(number=numbers, step_counts=more),
-            gradients(step_counts=mask & more),
+            gradients(number=numbers, valid=more),
+            gradients(valid=mask & more),
         ),
     ):
         for name, x in given.items():
@@ -363,15 +360,13 @@ def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
 
 def test_a_batch_without_any_agent_teaches_nothing():
     batch, outputs = make_batch()
-    tensors = {k: torch.as_tensor(x) for k, x in batch.items()}
-    tensors["observation"] = {WHO: torch.zeros(T + 1, B, 2)}
+    batch["observation"] = {WHO: np.zeros((T + 1, B, 2))}
     learned = {k: torch.tensor(x).requires_grad_() for k, x in outputs.items()}
-    flags = type("Flags", (), {**FLAGS, "normalize_advantages": True})
-    loss, _ = impala_loss(tensors, learned, DISTRIBUTION, flags)
+    loss, columns = loss_of(batch, learned, normalize_advantages=True)
     loss.backward()
     assert loss.item() == 0
     assert not any(x.grad.any() for x in learned.values())
-    assert not rollout.steps_that_count(tensors).any()
+    assert columns["entropy"] is columns["mean_value"] is None
 
 
 # --- Runs -----------------------------------------------------------------------------

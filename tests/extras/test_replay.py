@@ -131,7 +131,7 @@ def test_long_episodes_are_cut(num_games):
             np.testing.assert_array_equal(observations["stack"][t], stacked)
             assert rows["done"][t + 1, 0] or at[t + 1] == (game, before + 1)
             counts = result["done"] or not rows["done"][t + 1, 0]
-            assert rows["step_counts"][t, 0] == counts
+            assert rows["valid"][t, 0] == counts
             cut += not counts
         episode = reader.episode
         end = at[T][1] + episode.length - 1 - reader.position

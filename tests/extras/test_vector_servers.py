@@ -37,7 +37,7 @@ def test_vector_hello(address):
     assert env_outputs[5]["z"].shape == (T + 1, 2, 5)
 
 
-@pytest.mark.parametrize("name", ["replayed", "step_counts"])
+@pytest.mark.parametrize("name", ["replayed", "valid"])
 def test_names_of_the_learners_own_fields(address, name):
     """The loss would take them for its mask."""
     words = ["--batch_size", "2", "--num_actors", "1"]

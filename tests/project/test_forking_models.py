@@ -219,7 +219,7 @@ def test_a_transformer_learns_from_what_it_acts_on(transformer, first, last):
     wanted = {f"wanted {name}": x for name, x in acted.items()}
     cut, state = cut_at_episodes({**batch, **wanted}, states[first])
     outputs, _ = transformer(cut, state)
-    inside = cut["step_counts"]
+    inside = cut["valid"]
     assert inside.sum() >= (last - first - 1) * B
     for name in acted:
         assert_close(outputs[name][inside], cut[f"wanted {name}"][inside])

@@ -28,7 +28,7 @@ class Resume(enum.Enum):
 START, FREE, TUNE = Resume
 
 # They name code as MODULE:NAME.
-CODE_FLAGS = ("env", "wrapper", "encoder", "core", "explorer")
+CODE_FLAGS = ("env", "wrapper", "encoder", "core", "explorer", "loss")
 
 
 class Range(NamedTuple):

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import ranks
 from torchbeast.base.nested import with_places
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 
@@ -51,65 +50,40 @@ def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:
     Args:
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
     """
-    reasons = []
-    limited = {"reward": not reward_is_clipped, "observation": True}
-    limited |= dict.fromkeys(EXTRA_FIELDS.keys() & batch.keys(), True)
-    for field, too_large in limited.items():
+    for field in ("reward", "observation", *(EXTRA_FIELDS.keys() & batch.keys())):
+        limit = math.inf if field == "reward" and reward_is_clipped else TOO_LARGE
         for place, x in with_places(batch[field], field):
-            if x.is_floating_point():
-                reasons += _describe(place, x, too_large)
-    if reasons:
-        return (
-            f"{ENVIRONMENT_IS_THE_CAUSE}: {'; '.join(reasons)}"
-            ". Check what its reset() and step() return"
-        )
+            bad = ~(x.abs() <= limit) if x.is_floating_point() else x.new_zeros(0) > 0
+            if bad.any():
+                return (
+                    f"{ENVIRONMENT_IS_THE_CAUSE}: the {place} is {x[bad][0]:.3g}. "
+                    "Check what its reset() and step() return"
+                )
     return (
         "The cause is the update: rewards and observations are finite. Lower "
         "--learning_rate, or check the loss"
     )
 
 
-def check_loss(
-    columns: dict[str, Any], batch: dict[str, Any], flags: Any, step: int, in_turn: bool
+def check_finite(
+    columns: dict[str, Any], batch: dict[str, Any], flags: Any, step: int
 ) -> None:
-    """Raises FloatingPointError if the loss or the gradient are not finite.
+    """Raises FloatingPointError if the loss, gradient or weights are not finite.
 
-    in_turn: all ranks call it between the same two updates, so each can name the cause
-      that another has found.
+    Args:
+      columns: total_loss, grad_norm and, after the update, sum_of_weights.
     """
     if all(math.isfinite(columns[name]) for name in ("total_loss", "grad_norm")):
-        return
-    # The sums are of all ranks, the cause is mostly one of them.
-    own = [find_cause(batch, bounds_rewards(flags))]
-    causes = ranks.joined_list(own) if in_turn else own
-    cause = min(causes, key=lambda x: not x.startswith(ENVIRONMENT_IS_THE_CAUSE))
+        if math.isfinite(columns.get("sum_of_weights", 0)):
+            return
+        raise FloatingPointError(
+            f"the update at step {step} made weights that are not finite, from a "
+            "finite loss and gradient. They are neither saved nor used: the same "
+            "command resumes from the last checkpoint, if there is one. Lower "
+            f"--learning_rate (now {flags.learning_rate:g}), or raise --epsilon (now "
+            f"{flags.epsilon:g})"
+        )
     raise FloatingPointError(
-        f"loss or gradient are not finite at step {step}: {columns}. {cause}"
+        f"loss or gradient are not finite at step {step}: {columns}. "
+        f"{find_cause(batch, bounds_rewards(flags))}"
     )
-
-
-def check_weights(total: Any, learning_rate: float, flags: Any, step: int) -> None:
-    """Raises FloatingPointError if the new weights, or their sum, are not finite."""
-    if math.isfinite(total):
-        return
-    raise FloatingPointError(
-        f"the update at step {step} made weights that are not finite, from a finite "
-        "loss and gradient. They are neither saved nor used: the same command resumes "
-        "from the last checkpoint, if there is one. Lower --learning_rate (now "
-        f"{learning_rate:g}), or raise --epsilon (now {flags.epsilon:g})"
-    )
-
-
-def _describe(name: str, x: torch.Tensor, too_large: bool) -> list[str]:
-    """Describes the suspect values of x [T + 1, B, ...], if there are any."""
-    finite = x.isfinite()
-    if not finite.all():
-        steps = (~finite).flatten(2).any(2) if x.dim() > 2 else ~finite
-        example = x[~finite][0].item()
-        return [
-            f"the {name} is {example} in {int(steps.sum())} of {steps.numel()} steps"
-        ]
-    largest = x.abs().max().item() if x.numel() else 0.0
-    if too_large and largest > TOO_LARGE:
-        return [f"the {name} reaches {largest:.3g}, which is too large to learn from"]
-    return []

@@ -56,7 +56,7 @@ RESULTS = {
     *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
 }
 # Fields that a replay adds to a batch, see extras/replay/mixer.py.
-REPLAY_FIELDS = frozenset({"replayed", "step_counts"})
+REPLAY_FIELDS = frozenset({"replayed", "valid"})
 
 # Recurrent state of a model: tensors [layers, batch, ...].
 State = tuple[torch.Tensor, ...]
@@ -235,10 +235,15 @@ def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
         )
 
 
-def steps_that_count(batch: dict[str, Nested]) -> torch.Tensor:
-    """From which rows [T + 1, B] the steps count for the loss."""
-    counts = batch.get("step_counts", torch.ones_like(batch["done"]))
-    return counts & agent_is_present(batch.get("observation"))
+def valid_steps(batch: dict[str, Nested]) -> torch.Tensor:
+    """From which rows [T + 1, B] bool the steps count for the loss."""
+    valid = batch.get("valid", torch.ones_like(batch["done"]))
+    return valid & agent_is_present(batch.get("observation"))
+
+
+def not_replayed(batch: dict[str, Nested], valid: torch.Tensor) -> torch.Tensor:
+    """Of steps [T, B] bool, those that are new: a replay may show others again."""
+    return valid & ~batch.get("replayed", torch.zeros_like(valid))
 
 
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
@@ -286,7 +291,7 @@ def cut_at_episodes(
       state: the recurrent state [layers, B, ...] before row 0.
 
     Returns:
-      Rollouts [T + 1, N, ...], N >= B, with the field `step_counts` [T + 1, N] bool:
+      Rollouts [T + 1, N, ...], N >= B, with the field `valid` [T + 1, N] bool:
       which rows hold an observation of the rollout's episode. And the state before row
       0.
     """
@@ -307,5 +312,5 @@ def cut_at_episodes(
     cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
     for name in batch.keys() - REPLAY_FIELDS:
         cut[name] = map_nested(functools.partial(keep, name), batch[name])
-    counts = batch.get("step_counts", torch.ones_like(batch["done"]))[:, columns]
-    return {**cut, "step_counts": counts & inside}, tuple(x[:, columns] for x in state)
+    valid = batch.get("valid", torch.ones_like(batch["done"]))[:, columns]
+    return {**cut, "valid": valid & inside}, tuple(x[:, columns] for x in state)

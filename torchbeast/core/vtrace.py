@@ -9,12 +9,11 @@ them. In the other arguments each may be 1 and is broadcast, so that all value h
 share rewards [T, B, 1].
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from torchbeast.base import ranks
 
 
 class VTraceReturns(NamedTuple):
@@ -48,8 +47,7 @@ def action_log_probs(
     """
     if policy_logits.shape[:-1] != actions.shape:
         raise ValueError(
-            "actions need the shape of policy_logits without its last dimension: "
-            f"got actions {list(actions.shape)}, policy_logits "
+            f"actions {list(actions.shape)} don't fit policy_logits [..., A] "
             f"{list(policy_logits.shape)}"
         )
     log_policy = F.log_softmax(policy_logits, dim=-1)
@@ -89,14 +87,11 @@ def from_logits(
       VTraceFromLogitsReturns. vs and pg_advantages have no gradient.
 
     Raises:
-      ValueError: ranks or shapes don't match.
+      ValueError: the shapes don't fit.
     """
-    if behavior_policy_logits.shape != target_policy_logits.shape:
-        raise ValueError(
-            "behaviour and target policy logits need the same shape, got "
-            f"{list(behavior_policy_logits.shape)} and "
-            f"{list(target_policy_logits.shape)}"
-        )
+    shapes = behavior_policy_logits.shape, target_policy_logits.shape
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the logits of both policies need the same shape: {shapes}")
     behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
     target_log_probs = action_log_probs(target_policy_logits, actions)
     log_rhos = target_log_probs - behavior_log_probs
@@ -143,27 +138,18 @@ def from_importance_weights(
       VTraceReturns, without gradients.
 
     Raises:
-      ValueError: ranks or shapes don't match.
+      ValueError: the shapes don't fit.
     """
-    for name, tensor in (("discounts", discounts), ("rewards", rewards)):
-        if not _broadcasts(tensor, values):
-            raise ValueError(
-                f"{name} need the shape of the values {list(values.shape)}, got "
-                f"{list(tensor.shape)}; dimensions after the first two may be 1"
-            )
-    if log_rhos.dim() < 2:
-        raise ValueError(f"log_rhos need rank 2 or more, got {list(log_rhos.shape)}")
     if log_rhos.dim() == 2 < values.dim():
         log_rhos = log_rhos.reshape(*log_rhos.shape, *[1] * (values.dim() - 2))
-    if values.dim() < 2 or not _broadcasts(log_rhos, values):
+    given = {"log_rhos": log_rhos, "discounts": discounts, "rewards": rewards}
+    fit = all(_broadcasts(x, values) for x in given.values())
+    if not fit or values.dim() < 2 or bootstrap_value.shape != values.shape[1:]:
+        given |= {"values": values, "bootstrap_value": bootstrap_value}
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
         raise ValueError(
-            "expected values [T, B, C...] and log_rhos [T, B] or of the same shape, "
-            f"got {list(values.shape)} and {list(log_rhos.shape)}"
-        )
-    if bootstrap_value.shape != values.shape[1:]:
-        raise ValueError(
-            f"bootstrap_value needs the shape {list(values.shape[1:])} (the values "
-            f"without time), got {list(bootstrap_value.shape)}"
+            "the shapes don't fit values [T, B, C...], bootstrap_value [B, C...] and "
+            f"others [T, B, C... or 1...]: {shapes}"
         )
     rhos = log_rhos.exp()  # [T, B, C... or 1...]
     clipped_rhos = _clip(rhos, clip_rho_threshold)
@@ -200,17 +186,25 @@ def _broadcasts(tensor: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def normalize(
-    advantages: torch.Tensor, weights: torch.Tensor, valid: torch.Tensor
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    valid: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> torch.Tensor:
     """Centres and scales advantages (Schulman et al. 2017, in PPO's implementations).
 
     They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
     them, advantages that are all equal would change the policy.
+
+    Args:
+      advantages, weights: [T, B] float, 0 at steps that don't count.
+      valid: [T, B] bool, the steps that count.
+      total: adds up a scalar over the parts of a batch, if this is one of several.
     """
-    total, total_weight = ranks.total(advantages.sum()), ranks.total(weights.sum())
-    centred = advantages - weights * total / (total_weight + 1e-8)
-    number = ranks.total(valid.sum()).clamp(min=1)
-    deviation = (ranks.total(centred.pow(2).sum()) / number).sqrt()
+    sums = total(advantages.sum()), total(weights.sum())
+    centred = advantages - weights * sums[0] / (sums[1] + 1e-8)
+    number = total(valid.sum()).clamp(min=1)
+    deviation = (total(centred.pow(2).sum()) / number).sqrt()
     return centred / (deviation + 1e-8)
 
 

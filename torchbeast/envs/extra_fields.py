@@ -52,7 +52,7 @@ TAKEN = frozenset(
         *("observation", "reward", "done", "truncated", "last_action", "env_warnings"),
         *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
         *("action", "policy_logits", "baseline", "truncation_value", "policy_version"),
-        *("step_counts", "replayed", "intrinsic_reward", "intrinsic_discount"),
+        *("valid", "replayed", "intrinsic_reward", "intrinsic_discount"),
     }
 )
 

@@ -190,7 +190,7 @@ def _answer(
     for batch in streams.batcher:
         row, (*state, envs) = batch.get_inputs()
         row, envs = as_stored(row, env_fields), envs.clone()
-        present = rollout.steps_that_count(row)
+        present = rollout.valid_steps(row)
         for begin in range(0, envs.shape[1], E):  # one stream after the other
             part = slice(begin, begin + E)
             names = ("truncated", "done", "game_over", "game_return", "game_step")

@@ -39,7 +39,7 @@ from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step
 from torchbeast.extras import record
 from torchbeast.extras.evaluator import Evaluator
-from torchbeast.extras.explorer import find_method
+from torchbeast.extras.explorer.method import find_method
 from torchbeast.extras.replay.episodes import ReplayError
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn

@@ -94,7 +94,14 @@ class Several(Alone):
         return x
 
     def totals(self, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self.total(x) for name, x in row.items()}
+        device = next(iter(row.values())).device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        flat = self.total(torch.cat([x.to(wide).flatten() for x in row.values()]))
+        parts = flat.split([x.numel() for x in row.values()])
+        return {
+            name: part.to(x.dtype).view(x.shape)
+            for (name, x), part in zip(row.items(), parts, strict=True)
+        }
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         weights = [weight for weight in parameters if weight.requires_grad]

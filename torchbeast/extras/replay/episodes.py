@@ -243,7 +243,7 @@ class Replay:
     def read(self, n: int) -> tuple[dict[str, Nested], list[Reader]]:
         """Reads n unrolls [T + 1, n, ...], NumPy. At least one episode is complete.
 
-        The field `step_counts` is False at the last step of an episode that was
+        The field `valid` is False at the last step of an episode that was
         truncated or cut.
 
         Returns:
@@ -264,7 +264,7 @@ class Replay:
             if name in RESULTS:
                 map_nested(lambda x: x.__setitem__(results < 0, 0), rows[name])
         rows["done"] = begins
-        rows["step_counts"] = mask
+        rows["valid"] = mask
         return rows, readers
 
     def _plan(self, reader: Reader) -> tuple[np.ndarray, ...]:

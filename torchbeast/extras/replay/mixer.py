@@ -9,8 +9,11 @@ import torch
 from torchbeast.base import ranks
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.finite import TOO_LARGE, bounds_rewards, find_cause
+from torchbeast.core.means import Mean, mean
 from torchbeast.core.rollout import State
 from torchbeast.extras.replay.episodes import Reader, Replay
+from torchbeast.extras.replay.implied_kl import implied_kl
+from torchbeast.extras.replay.memory import make_replay
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class Mixer:
         self._last: tuple[dict[str, Nested], State] | None = None  # these columns
 
     def add(self, batch: dict[str, Nested], step: int) -> bool:
-        """Stores a batch. Returns whether the learner may learn.
+        """Stores a batch. Returns whether all learners may learn.
 
         It may learn once the replay has had learn_start steps, or has been full:
         unfinished episodes may keep it below learn_start.
@@ -52,7 +55,7 @@ class Mixer:
         self.replay.add(arrays, step)
         enough = self.replay.size >= self._flags.learn_start or self.replay.was_full
         self._started = self._started or enough
-        return self._started and self.replay.size > 0
+        return not ranks.highest(not (self._started and self.replay.size > 0))
 
     def _is_usable(self, rows: dict[str, Nested]) -> bool:
         """Whether the rows have no value that would make the loss NaN."""
@@ -93,7 +96,7 @@ class Mixer:
         """Adds replayed columns, replay_ratio for each one of the batch [T + 1, B].
 
         Returns:
-          The batch [T + 1, B + n] with the fields `step_counts` [T + 1, B + n] and
+          The batch [T + 1, B + n] with the fields `valid` [T + 1, B + n] and
           `replayed` [B + n], bool; the state before row 0.
         """
         B, device = batch["done"].shape[1], batch["done"].device
@@ -111,8 +114,8 @@ class Mixer:
         states = [reader.state or self._initial_state for reader in self._readers]
         replayed_state = map_nested(lambda *x: torch.cat(x, dim=1), *states)
         self._last = replayed, replayed_state
-        online = {name: batch[name] for name in replayed if name != "step_counts"}
-        online["step_counts"] = torch.ones_like(batch["done"])
+        online = {name: batch[name] for name in replayed if name != "valid"}
+        online["valid"] = torch.ones_like(batch["done"])
         mixed, state = map_nested(
             lambda *x: torch.cat(x, dim=1), (online, state), self._last
         )
@@ -144,16 +147,33 @@ class Mixer:
             "replay_lost": self.replay.num_lost,
         }
 
+    @staticmethod
+    def reject(
+        batch: dict[str, Any],
+        outputs: dict[str, torch.Tensor],
+        valid: torch.Tensor,
+        distribution: Any,
+        flags: Any,
+    ) -> tuple[torch.Tensor, dict[str, Mean]]:
+        """Schmitt et al. 2019: replayed steps too far off policy don't count.
 
-def reject(
-    valid: torch.Tensor, replayed: torch.Tensor, kl: torch.Tensor, flags: Any
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """LASER (Schmitt et al. 2019): replayed steps too far off policy don't count.
+        Args:
+          batch, outputs, valid, distribution: see impala_loss.
+          flags: kl_threshold, clip_rho.
 
-    Returns:
-      The steps that count and those that are not replayed, both [T, B] bool; columns.
-    """
-    replayed = valid & replayed
-    rejected = replayed & (kl > flags.kl_threshold)
-    share = ranks.total(rejected.sum()) / ranks.total(replayed.sum())
-    return valid & ~rejected, valid & ~replayed, {"frac_rejected": share}
+        Returns:
+          The steps that count, [T, B] bool; columns.
+        """
+        logits = outputs["policy_logits"][:-1].detach(), batch["policy_logits"][:-1]
+        kl = implied_kl(distribution, *logits, flags.clip_rho)
+        rejected = kl > flags.kl_threshold
+        replayed = valid & batch["replayed"]
+        return valid & ~(replayed & rejected), {
+            "frac_rejected": mean(rejected, replayed)
+        }
+
+
+def make_mixer(learner: Any) -> Mixer:
+    """The mixer of a Learner, with a new replay."""
+    replay = make_replay(learner.flags, learner.row_spec)
+    return Mixer(replay, learner.flags, learner.model.initial_state(1))

@@ -16,11 +16,10 @@ from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.named import call_named, find_named
 from torchbeast.base.nested import Nested
+from torchbeast.core import means
 from torchbeast.core.columns import join_columns, spread
-from torchbeast.core.rollout import State, steps_that_count
-
-# Columns that must be finite.
-CHECKED = {"mean_intrinsic_reward", "explorer_loss", "explorer_grad_norm"}
+from torchbeast.core.means import mean
+from torchbeast.core.rollout import State, valid_steps
 
 
 class ExplorerActor(torch.nn.Module):
@@ -141,7 +140,7 @@ class Explorer:
           `intrinsic_discount`, [T + 1, B]; row 0 is unused. And a function that waits
           for a GPU and returns columns.
         """
-        valid = steps_that_count(rows)[:-1]
+        valid = valid_steps(rows)[:-1]
         found = self.method.explore(rows, valid)
         for name, x in ("reward", found.reward), ("discount", found.discount):
             if x is not None and x.shape != valid.shape:
@@ -149,22 +148,22 @@ class Explorer:
                     f"--explorer: the {name} has the shape {list(x.shape)}; it needs "
                     f"that of the steps, [T, B] = {list(valid.shape)}"
                 )
-        columns = {"mean_intrinsic_reward": mean(found.reward, valid)}
-        learns = self.optimizer is not None and found.loss is not None
-        if learns:
-            columns["explorer_loss"] = ranks.total(found.loss.detach())
+        columns: dict[str, Any] = {"mean_intrinsic_reward": mean(found.reward, valid)}
+        sums = []
+        if learns := self.optimizer is not None and found.loss is not None:
+            columns["explorer_loss"] = found.loss
             columns["explorer_grad_norm"] = self._gradient(found.loss)
-        numbers = devices.fetch(join_columns(columns, found.columns))
+            sums = ["explorer_loss"]
+        numbers = means.fetch(join_columns(columns, found.columns), sums)
 
         def check() -> dict[str, Any]:
-            columns = spread(numbers())
-            checked = CHECKED & columns.keys()
-            if not all(math.isfinite(columns[name]) for name in checked):
+            row = spread(numbers())
+            if not all(math.isfinite(row[name] or 0) for name in columns):
                 raise FloatingPointError(
                     "the rewards, the loss or the gradient of --explorer are not "
-                    f"finite: {columns}"
+                    f"finite: {row}"
                 )
-            return columns
+            return row
 
         if not devices.works_ahead(found.reward.device):
             check()  # before the method changes
@@ -189,33 +188,6 @@ class Explorer:
         return torch.nn.utils.clip_grad_norm_(weights, self.max_norm)
 
 
-def not_replayed(rows: dict[str, Nested], steps: torch.Tensor) -> torch.Tensor:
-    """Of steps [T, B], those that no replay shows again; to count each step once."""
-    return steps & ~rows.get("replayed", torch.zeros_like(steps))
-
-
 def pad(x: torch.Tensor) -> torch.Tensor:
     """[T, B] of steps -> [T + 1, B], row t + 1 for step t."""
     return torch.nn.functional.pad(x, (0, 0, 1, 0))
-
-
-def mean(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The mean over the steps that count, of all ranks."""
-    return ranks.total((x * valid).sum()) / ranks.total(valid.sum()).clamp(min=1)
-
-
-def combine(
-    batch: dict[str, Nested], rewards: torch.Tensor, discounts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the method's rewards to those of the environment [T, B].
-
-    Returns:
-      rewards and discounts: [T, B], or with a value head [T, B, 2].
-    """
-    if "intrinsic_reward" not in batch:
-        return rewards, discounts
-    more = batch["intrinsic_reward"][1:]
-    if "intrinsic_discount" not in batch:
-        return rewards + more, discounts
-    pair = discounts, batch["intrinsic_discount"][1:]
-    return torch.stack([rewards, more], -1), torch.stack(pair, -1)

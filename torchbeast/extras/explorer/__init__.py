@@ -1,0 +1,1 @@
+"""Rewards that the learner makes itself: --explorer, see method.py."""
