@@ -37,7 +37,6 @@ from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.procs import children
 from torchbeast.runs import checkpoint, files, start, trust
-from torchbeast.tools import protocol
 from torchbeast.tools.agent import load_model
 
 log = logging.getLogger(__name__)
@@ -152,13 +151,10 @@ def test(
 
 def write_result(path: Path, flags: Flags, result: dict[str, Any]) -> None:
     """Writes test.json. If it can't be written, logs a warning."""
-    rules = protocol.find_protocol(flags.as_dict())
     content = {
         **result,
         "seed": flags.seed,
         "flags": flags.as_dict(),
-        "protocol": rules,
-        "protocol_text": protocol.describe(rules),
         "date": files.now(),
         **files.provenance(),
     }

@@ -7,13 +7,15 @@ Interquartile mean and interval are those of Agarwal et al. 2021
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from torchbeast.tools import protocol
 from torchbeast.tools.saved_runs import SavedRun
 
+T = TypeVar("T")
 RESAMPLES = 10_000
 
 
@@ -24,11 +26,11 @@ def group_name(name: str) -> str:
     return re.sub(f"({named}|{bare})$", "", name) or name
 
 
-def by_name(runs: Iterable[SavedRun]) -> dict[str, list[SavedRun]]:
-    """The runs of each group, by the group's name."""
-    groups: dict[str, list[SavedRun]] = {}
-    for run in runs:
-        groups.setdefault(group_name(run.name), []).append(run)
+def by_name(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    """Runs or curves of each group, by the group's name."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(group_name(name(item)), []).append(item)
     return groups
 
 

@@ -1,6 +1,6 @@
 """The protocol of a run: what makes its scores comparable with others.
 
-It is part of meta.json and test.json. `python -m torchbeast.plot` and `report` show it.
+It follows from the flags in meta.json or test.json. plot.py and report.py show it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ _ATARI_FLAGS = (
 _MINATAR_STICKY_ACTIONS = 0.1
 _MINATAR_RAMPING = ("Asterix", "Seaquest", "SpaceInvaders")
 
-
 # How a value is described, and how 0 or False.
 _TEXTS = {
     "env": ("{}", "{}"),
@@ -34,13 +33,13 @@ _TEXTS = {
 }
 
 
-def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
+def find_protocol(flags: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The protocol of a run with these values of flags; None without --env."""
     # Late, because it loads the emulator.
     from torchbeast.envs import atari
 
-    env = values.get("env")
-    if not env:
+    values = flags or {}
+    if not (env := values.get("env")):
         return None
     arguments = json.loads(values.get("env_kwargs") or "{}")
     protocol: dict[str, Any] = {"env": env}
@@ -58,17 +57,10 @@ def find_protocol(values: Mapping[str, Any]) -> dict[str, Any] | None:
             protocol["difficulty_ramping"] = ramping
     if arguments:
         protocol["env_kwargs"] = json.dumps(arguments, sort_keys=True)
-    for name in ("wrapper", "mask_actions"):
-        if values.get(name):
-            protocol[name] = values[name]
+    protocol |= {k: values[k] for k in ("wrapper", "mask_actions") if values.get(k)}
     if "reward_clipping" in values:
         protocol["reward_clipping"] = values["reward_clipping"]
     return protocol
-
-
-def stored_protocol(meta: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The protocol of the flags in meta.json, whichever version wrote the file."""
-    return find_protocol(meta.get("args") or {}) or meta.get("protocol")
 
 
 def describe(protocol: Mapping[str, Any] | None) -> str:
@@ -82,8 +74,7 @@ def _describe(name: str, value: Any) -> str:
     if name == "reward_clipping":
         texts = {"abs_one": "rewards clipped", "none": "rewards not clipped"}
         return texts.get(value, f"rewards {value}")
-    default = f"{name} {{}}"
-    some, none = _TEXTS.get(name, (default, default))
+    some, none = _TEXTS.get(name, (f"{name} {{}}", f"{name} {{}}"))
     return (some if value else none).format(value)
 
 

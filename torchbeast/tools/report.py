@@ -28,28 +28,19 @@ import numpy as np
 from torchbeast.base.errors import using
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
-from torchbeast.tools.saved_runs import SavedRun, find_run, read_run, read_runs
+from torchbeast.tools.saved_runs import SavedRun, read_runs
 
 
-def table_row(folder: pathlib.Path) -> dict[str, str]:
-    """What the table says about the run in `folder`."""
-    run = read_run(folder)
-    with using(folder / "meta.json", "is damaged"):
-        row = _table_row(run)
-        markdown([row])
-        return row
-
-
-def _table_row(run: SavedRun) -> dict[str, str]:
+def table_row(run: SavedRun) -> dict[str, str]:
+    """What the table says about a run."""
     meta = run.meta
     args: dict[str, Any] = meta.get("args", {})
     starts = [*meta.get("starts", ()), meta]
     rules = run.protocol()
     if rules is not None:
-        rules = {k: x for k, x in rules.items() if k != "env"}
-    # Before the protocol was part of meta.json, it follows from the flags.
-    each = [{"args": start.get("flags"), **start} for start in starts]
-    _, own = protocol.split_common(protocol.stored_protocol(start) for start in each)
+        rules.pop("env")
+    each = [start.get("args") or start.get("flags") for start in starts]
+    _, own = protocol.split_common(map(protocol.find_protocol, each))
     games, mean = run.last("games"), run.last("mean_game_return_100")
     fall, paused = run.largest_fall(), run.pauses()
     pauses = f", paused {_duration(paused)}" if paused else ""
@@ -262,13 +253,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     grouped = arguments.group or arguments.method
     if (arguments.at and not grouped) or (arguments.scores and not arguments.method):
         parser.error("--at needs --group or --method, and --scores needs --method")
+    rows: list[dict[str, str]] = []
     try:
         savedir = arguments.savedir.expanduser()
         if not grouped:
-            folders = [find_run(xpid, savedir) for xpid in arguments.xpids]
-            rows = [table_row(folder) for folder in dict.fromkeys(folders)]
+            for run in read_runs(arguments.xpids, savedir):
+                with using(f"meta.json of {run.name}", "is damaged"):
+                    rows.append(table_row(run))
+                    markdown(rows)
         else:
-            named = groups.by_name(read_runs(arguments.xpids, savedir))
+            every = read_runs(arguments.xpids, savedir)
+            named = groups.by_name(every, lambda run: run.name)
             for name, *xpids in arguments.method:
                 named.setdefault(name, []).extend(read_runs(xpids, savedir))
             references = read_references(arguments.scores) if arguments.scores else {}

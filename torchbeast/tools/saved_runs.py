@@ -15,7 +15,7 @@ import numpy as np
 
 from torchbeast.base.errors import using
 from torchbeast.runs.files import read_meta
-from torchbeast.tools.protocol import describe, stored_protocol
+from torchbeast.tools.protocol import describe, find_protocol
 
 LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
 MOST_NAMES = 20  # in a message
@@ -37,7 +37,7 @@ class SavedRun(NamedTuple):
     test: dict[str, Any] | None = None
 
     def protocol(self) -> dict[str, Any] | None:
-        return stored_protocol(self.meta)
+        return find_protocol(self.meta.get("args"))
 
     def last(self, column: str) -> float | None:
         """The last value of a column; None if it has none."""
@@ -61,8 +61,7 @@ class SavedRun(NamedTuple):
         if step is not None and len(returns):
             known &= self.columns["step"] <= step
         if not known.any():
-            until = f" until step {step:,}" if step is not None else ""
-            raise ValueError(f"run {self.name!r}: no game has ended{until}")
+            raise ValueError(f"run {self.name!r}: no game has ended until then")
         return float(returns[known][-1])
 
     def largest_fall(self) -> float:
@@ -152,7 +151,8 @@ def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[SavedRun]:
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) == len(runs):
         return runs
-    return [run._replace(name=str(f)) for f, run in zip(folders, runs, strict=True)]
+    names = [printable(str(folder)) for folder in folders]
+    return [run._replace(name=x) for x, run in zip(names, runs, strict=True)]
 
 
 def read_run(folder: pathlib.Path) -> SavedRun:
@@ -168,18 +168,17 @@ def read_run(folder: pathlib.Path) -> SavedRun:
         data = gzip.decompress(data) if path.suffix == ".gz" else data
         lines = data[: data.rfind(b"\n") + 1].decode(errors="replace").splitlines()
         header, *rows = list(csv.reader(lines)) or [[]]
-    if rows and len(rows[-1]) != len(header):
-        del rows[-1]
-    for i, row in enumerate(rows, start=1):
-        if len(row) != len(header):
-            raise ValueError(
-                f"{path} is damaged: row {i} has {len(row)} cells, and the header has "
-                f"{len(header)}. Remove this row"
-            )
-    values = np.array([[_number(cell) for cell in row] for row in rows])
+        if rows and len(rows[-1]) != len(header):
+            del rows[-1]
+        for i, row in enumerate(rows, start=1):
+            if len(row) != len(header):
+                sizes = f"row {i} has {len(row)} cells, and the header {len(header)}"
+                raise ValueError(f"{sizes}. Remove this row")
+        values = np.array([[_number(cell) for cell in row] for row in rows])
     values = values.reshape(len(rows), len(header))
     columns = {name: values[:, i] for i, name in enumerate(header)}
-    run = SavedRun(folder.name, columns, read_meta(folder), read_test(folder))
+    name = printable(folder.name)
+    run = SavedRun(name, columns, read_meta(folder), read_test(folder))
     with using(folder / "meta.json", "is damaged"):
         describe(run.protocol())
         run.seconds()
@@ -187,7 +186,7 @@ def read_run(folder: pathlib.Path) -> SavedRun:
 
 
 def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
-    """What test.json says, None if there is none. Older files lack step and protocol.
+    """What test.json says, None if there is none. Older files lack step and flags.
 
     Raises:
       ValueError: the file is damaged.
@@ -197,7 +196,7 @@ def read_test(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     with using(path, "is not a result of --mode test"):
         test = json.loads(path.read_text(encoding="utf-8"))
-        rules = stored_protocol({**test, "args": test.get("flags")})
+        rules = find_protocol(test.get("flags"))
         describe(rules)
         return {
             "step": None if test.get("step") is None else int(test["step"]),
@@ -214,6 +213,11 @@ def _number(cell: str) -> float:
         return float(cell)
     except ValueError:
         return float("nan")
+
+
+def printable(name: str) -> str:
+    """The name of a file, whose bytes may be no UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def listing(names: list[str]) -> str:
