@@ -245,23 +245,6 @@ def test_files_of_other_types(tmp_path, name, capsys):
     assert [x for x in messages if name not in x or "Cannot report: " not in x] == []
 
 
-@pytest.mark.parametrize("words", [("report", "a"), ("report", "-h"), ("plot", "-h")])
-def test_the_reader_of_the_output_ends(tmp_path, words):
-    """As with `| head`: no message, and exit status 0."""
-    make_run(tmp_path)
-    module, word = words
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", f"torchbeast.{module}", word, f"--savedir={tmp_path}"],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        env=runs.environment(),
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 # --- Groups ---
 
 stats = pytest.importorskip("scipy.stats")
