@@ -181,13 +181,8 @@ class Faulty(Split):
         return (*results, infos)
 
 
-class NoMethod(Split):
-    observation_space = Split().observation_space("left")
-
-
-class TakesNoSeed(Split):
-    def reset(self):
-        return super().reset()
+class Twice(Split):
+    possible_agents = np.array(["left", "left"])
 
 
 def annotated() -> ParallelEnv:

@@ -25,7 +25,6 @@ FIELDS = {
     "game_step": np.int64,
     "game_over": np.bool_,
     "truncated": np.bool_,
-    "env_warnings": np.int64,
     "mask": np.float32,  # its own, and of any value
 }
 
@@ -71,7 +70,6 @@ def make_row(step):
         "game_step": np.zeros(E, np.int64),
         "game_over": np.full(E, done),
         "truncated": np.zeros(E, bool),
-        "env_warnings": np.zeros(E, np.int64),
         "mask": np.full(E, -np.inf, np.float32),
     }
 
@@ -310,8 +308,6 @@ def bad_rows(wire):
         ("episode_return", NAN, "episode_return: nan"),
         ("game_step", -3, "game_step: -3"),
         ("game_return", INF, "game_return: inf"),
-        ("env_warnings", -(2**63), "env_warnings: -9223372036854775808"),
-        ("env_warnings", 2**31, "allowed are 0 to 2147483647"),
     ):
         row = make_row(2)
         row[name][1] = value
@@ -327,10 +323,10 @@ def bad_rows(wire):
         'final_observation: observation["choice"]: 99 in environment 1',
     )
     row = make_row(2) | {"box": np.zeros((E, 5), np.float32)}
-    yield "shape", encode_row(wire, row), "step: 291 bytes"
+    yield "shape", encode_row(wire, row), "step: 267 bytes"
     row = make_row(2)
     del row["mask"]
-    yield "too few", encode_row(wire, row), "step: 267 bytes"
+    yield "too few", encode_row(wire, row), "step: 243 bytes"
     row = make_row(2)
     row["done"] = np.full(E, 2, np.uint8)
     yield "bool", encode_row(wire, row), "is neither 0 nor 1"

@@ -10,7 +10,7 @@ from nets import make_net
 from torchbeast.base.nested import map_nested
 from torchbeast.core.acting import row_spec
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.space_checks import FrameStack
+from torchbeast.envs.values import FrameStack
 from torchbeast.extras.replay.episodes import Replay
 from torchbeast.extras.replay.mixer import Mixer
 
@@ -30,7 +30,6 @@ DISTRIBUTION = make_distribution(spaces.Discrete(A))
 RESULTS = {
     *("reward", "done", "truncated", "truncation_value", "last_action"),
     *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
-    "env_warnings",
 }
 SPEC = row_spec(make_net(OBSERVATIONS, spaces.Discrete(A)))
 

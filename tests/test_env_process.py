@@ -33,7 +33,6 @@ def test_a_selfish_environment(tmp_path, module):
     output = runs.run_words(words, folder=tmp_path)
     rows = runs.read_logs(tmp_path / "runs", "a")
     assert float(rows[-1]["step"]) == 100
-    assert all(float(row["env_warnings"]) == 0 for row in rows)
     assert "AssertionError" not in output
     assert output.count("RuntimeError: the display is gone") == 1
     assert "Traceback" in output

@@ -21,15 +21,13 @@ from small_envs import (
     short_cart_pole,
 )
 
-from torchbeast.base.seldom import Seldom
 from torchbeast.core.rollout import observation_spec
-from torchbeast.envs import environment, extra_fields
+from torchbeast.envs import extra_fields
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
-from torchbeast.envs.make_env import create_env
+from torchbeast.envs.make_env import create_env, vector_maker
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.envs.space_checks import FrameStack
-from torchbeast.extras.vector_envs import find_vector_env
+from torchbeast.envs.values import FrameStack
 from torchbeast.local.env_spec import find_env_spec
 
 
@@ -61,7 +59,6 @@ def test_rows_against_one_environment_at_a_time():
         "game_step": np.int64,
         "game_over": np.bool_,
         "last_action": np.int64,
-        "env_warnings": np.int64,
         "observation": np.float32,
     }
     for row in rows:
@@ -213,19 +210,6 @@ def test_a_field_says_what_it_belongs_to():
         ExtraField((), np.int64)
     with pytest.raises(ValueError, match='"step" or "observation", got \'row\''):
         ExtraField((), np.int64, of="row")
-
-
-def test_a_field_of_the_observation_that_reset_lacks(monkeypatch, caplog):
-    """The info of Counter's reset() is empty, so the first rows hold 0."""
-    declare(monkeypatch, goal=ExtraField((2,), np.int32, of="observation"))
-    monkeypatch.setattr(environment, "_is_new", Seldom())
-    with caplog.at_level(logging.WARNING):
-        row = Environment(env_flags(here(Counter)), 2).initial()
-    assert not row["goal"].any()
-    assert row["env_warnings"].tolist() == [1, 1]
-    (message,) = caplog.messages
-    assert "'goal'" in message
-    assert "reset() lacks it" in message
 
 
 def test_extra_field_of_another_shape(monkeypatch):
@@ -450,7 +434,7 @@ def test_an_id_that_a_module_registers(name):
     try:
         flags = env_flags(f"{__name__}:{name}")
         assert isinstance(create_env(flags).unwrapped, Counter)
-        assert find_vector_env(flags) is None
+        assert vector_maker(flags) is None
     finally:
         del gymnasium.registry[name]
 

@@ -547,7 +547,7 @@ def test_flags_that_can_not_work(start):
         "id": ({"env": "CartPol-v1"}, ["--env CartPol-v1", "Did you mean: `CartPole`"]),
         "observation": (
             {"env": "faulty:TextInDict"},
-            ["UnsupportedSpaceError: ", "observation['speech']", "Text("],
+            ["InvalidEnvironmentError: ", "Text("],
         ),
     }
     started = [start(xpid=xpid, **flags) for xpid, (flags, _) in cases.items()]

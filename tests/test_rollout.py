@@ -15,8 +15,8 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
 from torchbeast.core.rollout import SharedMemoryError, Spec
 from torchbeast.envs import extra_fields
-from torchbeast.envs.checks import InvalidEnvironmentError
 from torchbeast.envs.extra_fields import ExtraField
+from torchbeast.envs.values import InvalidEnvironmentError
 from torchbeast.model import Net
 
 T, B, A = 5, 3, 7
@@ -31,7 +31,6 @@ ENVIRONMENT_FIELDS = {
     "game_return": Spec((), torch.float32),
     "game_step": Spec((), torch.int64),
     "game_over": Spec((), torch.bool),
-    "env_warnings": Spec((), torch.int64),
 }
 AGENT_FIELDS = {
     "baseline": Spec((), torch.float32),

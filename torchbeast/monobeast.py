@@ -384,7 +384,7 @@ def train(start: Start) -> int:
     with run:
         acting_flags = flags.replace(seed=start.env_seed())
         actors = actors_class(flags)(
-            Actor, acting_flags, buffers, weights, start.games()
+            Actor, acting_flags, env_spec, buffers, weights, start.games()
         )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)

@@ -28,7 +28,7 @@ from examples.exploration.common import Hash
 from torchbeast.base import ranks
 from torchbeast.core.observations import iterate_observation, iterate_space
 from torchbeast.core.rollout import not_replayed
-from torchbeast.envs.checks import UnsupportedSpaceError
+from torchbeast.envs.values import InvalidEnvironmentError
 from torchbeast.extras.explorer.method import Explored, ExplorerActor, Method
 
 
@@ -80,7 +80,7 @@ class Goals(ExplorerActor):
             if x.dtype == np.uint8 and len(x.shape) in (2, 3)
         ]
         if not grids:
-            raise UnsupportedSpaceError(
+            raise InvalidEnvironmentError(
                 f"AMIGo needs a grid [H, W, C] or [H, W] of bytes, got {space}. Give "
                 "MiniGrid --wrapper minigrid.wrappers:FullyObsWrapper,"
                 "minigrid.wrappers:ImgObsWrapper, and MiniHack the observation key "

@@ -24,7 +24,7 @@ from examples.exploration.staggered import Staggered
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.checks import UnsupportedSpaceError
+from torchbeast.envs.values import InvalidEnvironmentError
 from torchbeast.extras.explorer.method import Explorer
 from torchbeast.play import evaluate
 
@@ -284,7 +284,7 @@ def test_amigo_keeps_a_goal_until_its_cell_changes():
 
 
 def test_amigo_says_which_wrapper_it_needs():
-    with pytest.raises(UnsupportedSpaceError, match="FullyObsWrapper"):
+    with pytest.raises(InvalidEnvironmentError, match="FullyObsWrapper"):
         AMIGo(SPACE, make_distribution(ACTIONS))
 
 

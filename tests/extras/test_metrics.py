@@ -77,7 +77,7 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
     assert get(port, "/livez") is None
     rows = runs.read_logs(tmp_path, "a")
     (row,) = (x for x in rows if float(x["step"]) == found["torchbeast_step"])
-    counters = {"env_warnings", "reconnects", "dropped_steps"}
+    counters = {"reconnects", "dropped_steps"}
     for name, value in row.items():
         if value and name not in ("_tick", "_time"):
             name += "_total" * (name in counters | {"refused", "env_failures"})
@@ -92,16 +92,6 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
     assert found["process_resident_memory_bytes"] > 1e7
     assert found["torchbeast_mirror_failures_total"] == 0
     assert not (tmp_path / "b").exists()
-
-
-def test_warnings_are_counted(port):
-    tracker = metrics.Metrics(run_with(metrics_port=port))
-    try:
-        for step, number in ((1, 3), (2, None), (3, 0), (4, 2)):
-            tracker.row({"step": step, "env_warnings": number})
-        assert scrape(port)["torchbeast_env_warnings_total"] == 5
-    finally:
-        tracker.close(0)
 
 
 def test_environment_servers(tmp_path, port):

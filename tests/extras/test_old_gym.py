@@ -1,8 +1,5 @@
 """The old Gym API, and spaces and classes that look like it."""
 
-import contextlib
-import re
-import shlex
 from typing import NamedTuple
 
 import gymnasium
@@ -11,12 +8,10 @@ import pytest
 from gymnasium import spaces
 from small_envs import Counter, env_flags, here
 
-from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.envs.space_checks import plain_space
-from torchbeast.extras.old_gym import OldGymAdapter
+from torchbeast.extras.envs.old_gym import OldGymAdapter, to_gymnasium
 
 
 def gym_time_limit():
@@ -72,26 +67,6 @@ def test_spaces_of_the_gym_package():
     assert envs.observation_space == spaces.Box(-9, 9, (4,), np.float32)
     assert envs.action_space == spaces.Discrete(2)
     assert envs.initial()["observation"].shape == (1, 4)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_id_of_the_gym_package(tmp_path, monkeypatch):
-    """A package registers it with the old gym: the message has flags that work."""
-    pytest.importorskip("gym")
-    text = "gym.register('Old-v0', entry_point='cart:Cart', kwargs={'size': 3})"
-    cart = "from gym.envs.classic_control import CartPoleEnv\nclass Cart(CartPoleEnv):"
-    cart += "\n    def __init__(self, size): super().__init__()\n"
-    (tmp_path / "cart.py").write_text(f"import gym\n{text}\n{cart}")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="the old gym has this id") as error:
-        create_env(env_flags("cart:Old-v0"))
-    command = re.search(
-        "give (--env.*)[.] In Gymnasium no environment has this name", str(error.value)
-    )
-    assert command
-    _, env, _, arguments = shlex.split(command[1])
-    with contextlib.closing(create_env(env_flags(env, env_kwargs=arguments))) as made:
-        assert isinstance(made, OldGymAdapter)
 
 
 class OldStyle:
@@ -230,42 +205,12 @@ def old_behind_a_wrapper():
     return TakesNothing(TakesASeed())
 
 
-class OnlyKeywords(gymnasium.Env):
-    """Passes the arguments of reset() on to something that takes none."""
-
-    observation_space = spaces.Box(0, 1, (2,))
-    action_space = spaces.Discrete(2)
-
-    def reset(self, **kwargs):
-        return self._reset(**kwargs), {}
-
-    def _reset(self):
-        return np.zeros(2, np.float32)
-
-    def step(self, action):
-        return np.zeros(2, np.float32), 0.0, True, False, {}
-
-
 def test_a_wrapper_whose_reset_takes_nothing():
     envs = Environment(env_flags(here(old_behind_a_wrapper)), 1)
     start = game_seed(3, 0, 0) % 100 / 100
     np.testing.assert_array_equal(
         envs.initial()["observation"], np.float32([[start] * 2])
     )
-
-
-class RefusesKeywords(OnlyKeywords):
-    def reset(self, **kwargs):
-        if kwargs:
-            raise ValueError(f"unknown options {sorted(kwargs)}")
-        return self._reset(), {}
-
-
-@pytest.mark.parametrize("cls", [OnlyKeywords, RefusesKeywords])
-def test_keywords_that_lead_to_an_old_reset(cls):
-    envs = Environment(env_flags(here(cls)), 1)
-    envs.initial()
-    assert envs.step(np.array([1]))["done"][0]
 
 
 class DrawsItself(OldStyle):
@@ -303,7 +248,7 @@ class DictSpace(NamedTuple):
 
 def test_spaces_of_other_packages():
     parts = {"x": BoxSpace(0, 255, (2, 3), np.uint8), "y": DiscreteSpace(4)}
-    assert plain_space(DictSpace(parts)) == spaces.Dict(
+    assert to_gymnasium(DictSpace(parts)) == spaces.Dict(
         {"x": spaces.Box(0, 255, (2, 3), np.uint8), "y": spaces.Discrete(4)}
     )
 

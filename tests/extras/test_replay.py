@@ -29,7 +29,7 @@ from replayed_games import (
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
-from torchbeast.envs.space_checks import FrameStack
+from torchbeast.envs.values import FrameStack
 from torchbeast.extras.replay import memory as replay_memory
 from torchbeast.extras.replay.episodes import ReplayError
 

@@ -2,17 +2,13 @@
 
 import argparse
 
-import gymnasium
 import numpy as np
-import pytest
 import torch
 from gymnasium import spaces
 
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.checks import UnsupportedSpaceError
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
-from torchbeast.envs.space_checks import check_observation_space
 from torchbeast.polybeast.remote_envs import make_env_spec, make_space
 from torchbeast.polybeast.streams import as_stored
 
@@ -123,63 +119,6 @@ def test_spaces_arrive_as_they_are(tmp_path):
     for key, space in others.items():
         if key != "nested":
             assert made[key] == space, key
-
-
-def nested(depth):
-    space = spaces.Box(0, 1, (2,))
-    for _ in range(depth):
-        space = spaces.Dict({"": space})
-    return space
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        *(spaces.Box(0, 1, (2,), x) for x in (np.longdouble, ">f4", "<f4", ">i2")),
-        *(spaces.Box(0, 1, (2,), x) for x in (np.float16, np.uint64, np.longlong)),
-        spaces.Box(0, 1, (0, 8, 8)),
-        spaces.Dict({"image": spaces.Box(0, 1, (0, 8, 8)), "x": BOXES["to 1"]}),
-        spaces.Dict({"a": spaces.Dict({}), "t": spaces.Tuple(()), "x": BOXES["to 1"]}),
-        spaces.Dict({}),
-        spaces.Dict({"": BOXES["to 1"], "a.b": BOXES["to 1"], "ü\n\0": BOXES["to 1"]}),
-        spaces.Dict({0: BOXES["to 1"]}),
-        spaces.Dict({"k" * 1024: BOXES["to 1"]}),
-        spaces.Dict({"ü" * 513: BOXES["to 1"]}),
-        spaces.MultiDiscrete([[2, 3], [4, 5]]),
-        spaces.MultiBinary((2, 2)),
-        *(spaces.Discrete(2**18 + x) for x in (0, 1)),
-        *(spaces.Box(0, 1, (2**20 + x,), np.uint8) for x in (0, 1)),
-        *(spaces.Discrete(5, start=2**53 - x) for x in (4, 5)),
-        *(spaces.Box(0, 1, (1,) * x) for x in (6, 7)),
-        *(nested(depth) for depth in (15, 16)),
-        *(spaces.Tuple([spaces.Discrete(2)] * x) for x in (1000, 1025)),
-    ],
-    ids=lambda space: str(space)[:40],
-)
-def test_the_check_allows_what_the_wire_can_carry(space, tmp_path):
-    import libtorchbeast
-
-    class One(gymnasium.Env):
-        observation_space = space
-        action_space = spaces.Discrete(2)
-
-        def reset(self, *, seed=None, options=None):
-            return self.observation_space.sample(), {}
-
-    server = libtorchbeast.Server(One, f"unix:{tmp_path}/s")
-    server.start()
-    try:
-        libtorchbeast.probe(f"unix:{tmp_path}/s", 20)
-        carried = True
-    except (RuntimeError, ValueError):
-        carried = False
-    server.stop()
-    try:
-        check_observation_space(space)
-        allowed = True
-    except UnsupportedSpaceError:
-        allowed = False
-    assert allowed == carried
 
 
 def test_fields_that_other_languages_leave_out():

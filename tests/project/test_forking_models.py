@@ -14,7 +14,7 @@ from nets import make_net, make_rows, map_leaves
 from test_forking import Fork
 
 from torchbeast.core.rollout import cut_at_episodes
-from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.values import InvalidEnvironmentError
 
 
 def import_forked(fork, name):

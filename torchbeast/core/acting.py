@@ -14,7 +14,7 @@ from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.rollout import State
-from torchbeast.envs.checks import describe
+from torchbeast.envs.values import describe
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any

@@ -5,8 +5,7 @@ last row of the previous rollout. A row joins the output of the environment with
 output of the agent for it:
 
     environment   observation, reward, done, truncated, episode_return, episode_step,
-                  game_return, game_step, game_over, last_action, env_warnings,
-                  EXTRA_FIELDS
+                  game_return, game_step, game_over, last_action, EXTRA_FIELDS
     agent         action, truncation_value, policy_version, and all that the model
                   outputs while acting: policy_logits, baseline
 
@@ -33,9 +32,8 @@ from torchbeast.base.hardware import free_memory, memory_limit
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.envs.action_masks import agent_is_present
-from torchbeast.envs.checks import parts_of
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
-from torchbeast.envs.space_checks import FrameStack
+from torchbeast.envs.values import FrameStack, parts_of
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
 MOST_FILES = 240  # of the 251 that Python's fork server sends to a new process
@@ -51,7 +49,7 @@ STORED_AS = {
 # Fields of row t that are results of the step that led to row t. The others belong to
 # the step from row t: what the agent saw and did.
 RESULTS = {
-    *("reward", "done", "truncated", "truncation_value", "last_action", "env_warnings"),
+    *("reward", "done", "truncated", "truncation_value", "last_action"),
     *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
     *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
 }
@@ -66,7 +64,7 @@ State = tuple[torch.Tensor, ...]
 class Spec:
     """One field of one row: shape without time and batch, and dtype.
 
-    `is_stack`: the first dimension counts frames, see envs/space_checks.py.
+    `is_stack`: the first dimension counts frames, see envs/values.py.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +106,6 @@ def env_fields(
         "game_step": Spec((), torch.int64),
         "game_over": Spec((), torch.bool),
         "last_action": Spec(distribution.action_shape, distribution.action_dtype),
-        "env_warnings": Spec((), torch.int64),
         **{
             name: Spec(tuple(field.shape), to_torch_dtype(field.dtype))
             for name, field in EXTRA_FIELDS.items()

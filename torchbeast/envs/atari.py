@@ -23,7 +23,7 @@ from gymnasium.wrappers import FrameStackObservation, ResizeObservation
 
 from torchbeast.base.errors import FlagError
 from torchbeast.envs.extra_fields import GAME_OVER
-from torchbeast.envs.space_checks import as_stack
+from torchbeast.envs.values import as_stack
 
 FRAME_SIZE = 84  # height and width in pixels
 STACKED_FRAMES = 4

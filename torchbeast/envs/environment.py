@@ -6,12 +6,12 @@ docs/environments.md is the manual.
 
 import argparse
 import contextlib
+import contextvars
 import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -20,23 +20,13 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.base.seldom import Seldom
 from torchbeast.envs import action_masks, atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
+from torchbeast.envs.make_env import vector_maker
 from torchbeast.envs.seeded_games import SeededGames, game_seed
-from torchbeast.envs.space_checks import plain_space, policy_space
-from torchbeast.extras.several_agents import ParallelGames
-from torchbeast.extras.vector_envs import find_vector_env
+from torchbeast.envs.values import InvalidEnvironmentError, plain_space, policy_space
 
 log = logging.getLogger(__name__)
-
-_is_new = Seldom()  # warnings of this process, by key
-
-
-def log_warning(key: str, message: str) -> None:
-    """Logs a warning about an environment, once per key."""
-    if _is_new(key):
-        log.warning("%s", message)
 
 
 def example_environment(flags: argparse.Namespace) -> "Environment":
@@ -46,7 +36,18 @@ def example_environment(flags: argparse.Namespace) -> "Environment":
     raises.
     """
     E = getattr(flags, "envs_per_actor", None)
-    return Environment(flags, E if find_vector_env(flags) else 1)
+    return Environment(flags, E if vector_maker(flags) else 1)
+
+
+def check_same_spaces(name: str, first: Any, other: Any) -> None:
+    """Raises InvalidEnvironmentError if two instances of --env differ in a space."""
+    for kind in "observation_space", "action_space":
+        one, two = getattr(first, kind), getattr(other, kind)
+        if one != two:
+            raise InvalidEnvironmentError(
+                f"--env {name}: all instances need the same spaces, but one has the "
+                f"{kind} {one}, another {two}"
+            )
 
 
 class Totals(NamedTuple):
@@ -96,7 +97,6 @@ class Environment:
         game_step         an episode, a game has several episodes
         game_over         bool, a game has ended, not only an episode
         last_action       the action of the step that led to the observation
-        env_warnings      int64, number of suspect values found in this step
         ...               EXTRA_FIELDS, see extra_fields.py
         final_...         the EXTRA_FIELDS of the observation, at the end of truncated
                           episodes; else zero
@@ -108,10 +108,6 @@ class Environment:
     After a step that truncated episodes, `final_observation` holds the real last
     observations, nested [E, ...], valid for the truncated environments. Otherwise it is
     None.
-
-    envs/checks.py checks the first values that each environment returns, and later
-    a sample. Rewards are always checked. env_warnings counts the suspect values, and
-    `on_warning(key, message)` is called once per key; by default it logs the message.
 
     Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
     bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
@@ -141,36 +137,43 @@ class Environment:
         """
         check_names()
         self._around = around or contextlib.nullcontext()
+        # What environments set by np.seterr() stays among them.
+        self._run = contextvars.copy_context().run
         self.flags = flags
-        self._is_new = Seldom()  # warnings, by key
-        self.on_warning: Callable[[str, str], None] = log_warning
         is_atari = atari.atari_game(flags.env) is not None
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        self.envs: Any
-        with self._around:
-            if is_atari and flags.atari_backend == "native" and not render_mode:
-                atari.check_native(flags)
-                self.envs = atari.make_atari_vec(flags, num_envs or 1)
-            elif make_vector := find_vector_env(flags, render_mode):
-                self.envs = make_vector(num_envs, self._warn)
-            else:
-                makers = [
-                    partial(SeededGames, flags, e, render_mode, partial(self._warn, e))
-                    for e in range(num_envs or 1)
-                ]
-                self.envs = gymnasium.vector.SyncVectorEnv(
-                    makers, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
-                )
+        self.envs: Any = self._call(self._make, num_envs, render_mode)
         self.num_envs: int = self.envs.num_envs
-        self._warnings = np.zeros(self.num_envs, np.int64)  # since the last row
-        kinds = ParallelGames | gymnasium.vector.SyncVectorEnv
-        self.exact_resume = isinstance(self.envs, kinds)
+        # Games that can be replayed; a game of several agents is several environments.
+        self.games: list[Any] = getattr(self.envs, "envs", [])
+        self.exact_resume = bool(self.games)
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
-        self._has_mask = action_masks.mask_space(self.observation_space) is not None
         self.final_observation: Any = None
         self._row: dict[str, Any] = {}
         self.set_seed(flags.seed, first_index)
+
+    def _make(self, num_envs: int | None, render_mode: str | None) -> Any:
+        flags = self.flags
+        is_atari = atari.atari_game(flags.env) is not None
+        if is_atari and flags.atari_backend == "native" and not render_mode:
+            atari.check_native(flags)
+            return atari.make_atari_vec(flags, num_envs or 1)
+        if make := vector_maker(flags, render_mode):
+            return make(num_envs)
+        games = [SeededGames(flags, e, render_mode) for e in range(num_envs or 1)]
+        for game in games:
+            check_same_spaces(flags.env, games[0], game)
+        next_game = iter(games).__next__
+        return gymnasium.vector.SyncVectorEnv(
+            [next_game] * len(games),
+            autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
+        )
+
+    def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls code of environments."""
+        with self._around:
+            return self._run(function, *args, **kwargs)
 
     def set_seed(self, seed: int, first_index: int) -> None:
         """Changes the seed and the numbers. `initial()` has to follow.
@@ -180,15 +183,10 @@ class Environment:
         self.seed = seed
         self.indices = range(first_index, first_index + self.num_envs)
         self._initial_calls = 0
-        if self.exact_resume:
-            each = self.num_envs // len(self.envs.envs)  # agents per game, or 1
-            for env, index in zip(self.envs.envs, self.indices[::each], strict=True):
-                env.set_seed(seed, index)
-
-    def _warn(self, e: int, key: str, message: str) -> None:
-        self._warnings[e] += 1
-        if self._is_new(key):
-            self.on_warning(key, message)
+        if self.games:
+            each = self.num_envs // len(self.games)  # agents per game, or 1
+            for game, index in zip(self.games, self.indices[::each], strict=True):
+                game.set_seed(seed, index)
 
     @np.errstate(all="ignore")  # or warnings, which environments may make errors
     def initial(self) -> dict[str, Any]:
@@ -196,8 +194,7 @@ class Environment:
         # Games that can be resumed compute their own seeds; the others use these.
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
-        with self._around:
-            observation, infos = self.envs.reset(seed=seeds)
+        observation, infos = self._call(self.envs.reset, seed=seeds)
         self._totals = Totals.zeros(self.num_envs)
         shape, dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
@@ -219,8 +216,7 @@ class Environment:
         actions = np.asarray(actions)
         space = self.envs.single_action_space
         env_actions = to_env_actions(space, self.num_envs, actions)
-        with self._around:
-            result = self.envs.step(env_actions)
+        result = self._call(self.envs.step, env_actions)
         observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
         truncated = truncated & ~terminated
@@ -228,9 +224,9 @@ class Environment:
         self._totals = self._totals.add(reward, counts)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
-            for e in np.flatnonzero(~np.isfinite(reward)):
-                what = f"step() returned the reward {reward[e]}"
-                self._warn(int(e), "reward", f"--env {self.flags.env}: {what}")
+            raise InvalidEnvironmentError(
+                f"--env {self.flags.env}: step() returned the rewards {reward.tolist()}"
+            )
         game_over, self.final_observation = done.copy(), None
         if done.any():
             game_over &= infos["final_info"]["game_over"]
@@ -252,11 +248,6 @@ class Environment:
         last_action: np.ndarray,
         infos: dict[str, Any],
     ) -> dict[str, Any]:
-        if self._has_mask:
-            action_masks.check_masks(
-                self.flags.env, self.action_space, observation[action_masks.NAME]
-            )
-        warnings, self._warnings = self._warnings, np.zeros(self.num_envs, np.int64)
         return {
             "observation": observation,
             "reward": reward,
@@ -265,7 +256,6 @@ class Environment:
             **self._totals.as_fields(),
             "game_over": game_over,
             "last_action": last_action,
-            "env_warnings": warnings,
             **(make_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
         }
 
@@ -288,22 +278,15 @@ class Environment:
         These games do not count. Raises what the environments raise, or
         InvalidEnvironmentError.
         """
-        if not isinstance(self.envs, atari.NativeAtari):  # which can't fail
-            self.on_warning = lambda key, message: None  # the servers log it later
-            self.set_seed(secrets.randbits(31), self.indices.start)
-            row = self.initial()
-            actions = row["last_action"]  # zeros
-            if self._has_mask:
-                actions = action_masks.first_allowed(
-                    self.action_space, row["observation"]
-                )
-            self.step(actions)
+        self.set_seed(secrets.randbits(31), self.indices.start)
+        row = self.initial()
+        if not action_masks.mask_space(self.observation_space):  # of action 0
+            self.step(row["last_action"])
 
     def render(self) -> np.ndarray | None:
         """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""
         try:
-            with self._around:
-                return self.envs.render()[0]
+            return self._call(self.envs.render)[0]
         except Exception as error:
             raise RuntimeError(
                 f"--env {self.flags.env} can't be rendered, see the error above. "
@@ -313,8 +296,14 @@ class Environment:
 
     def close(self) -> None:
         """Closes the environments. What close() raises is only a warning."""
-        with self._around:
-            self.envs.close()
+        raised: BaseException | None = None
+        for env in self.games or [self.envs]:
+            try:
+                self._call(env.close)
+            except (Exception, SystemExit) as error:
+                raised = error
+        if raised:
+            log.warning("close() of %s raised:", self.flags.env, exc_info=raised)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to continue from the current row.
@@ -334,7 +323,6 @@ class Environment:
             )
         if not getattr(self.flags, "sync", False):
             raise RuntimeError("environments can be saved in --sync mode only")
-        games = self.envs.envs
         space = self.envs.single_action_space  # not the policy's
         shape, dtype = space.shape or (), space.dtype
         state = {
@@ -343,9 +331,9 @@ class Environment:
             "final_observation": self.final_observation,
             "episode_so_far": self._totals[:2],
             "game_so_far": self._totals[2:],
-            "games": [game.game for game in games],
+            "games": [game.game for game in self.games],
             "actions": [
-                np.array(game.actions, dtype).reshape(-1, *shape) for game in games
+                np.array(game.actions, dtype).reshape(-1, *shape) for game in self.games
             ],
         }
         import torch  # late: a process that only steps is several times smaller
@@ -373,8 +361,9 @@ class Environment:
         state = map_nested(
             lambda x: x.numpy().copy() if hasattr(x, "numpy") else x, state
         )
-        replays = zip(self.envs.envs, state["games"], state["actions"], strict=True)
-        observation = self._stack([x for env, *y in replays for x in env.replay(*y)])
+        replays = zip(self.games, state["games"], state["actions"], strict=True)
+        last = [x for game, *y in replays for x in self._call(game.replay, *y)]
+        observation = self._stack(last)
         pairs = zip(
             flatten(observation), flatten(state["row"]["observation"]), strict=True
         )
@@ -385,7 +374,6 @@ class Environment:
                 self.flags.env,
             )
         self._totals = Totals(*state["episode_so_far"], *state["game_so_far"])
-        self._warnings[:] = 0  # these were counted before
         self.final_observation = state["final_observation"]
         self._row = {**state["row"], "observation": observation}
         return self._row

@@ -1,12 +1,11 @@
 """Fields that a fork adds to every row, taken from the environment's info."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 
-from torchbeast.envs.checks import InvalidEnvironmentError
+from torchbeast.envs.values import InvalidEnvironmentError
 
 GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
 
@@ -49,7 +48,7 @@ def final_name(name: str) -> str:
 # The names of a row's other fields, and of those that a batch has besides.
 TAKEN = frozenset(
     {
-        *("observation", "reward", "done", "truncated", "last_action", "env_warnings"),
+        *("observation", "reward", "done", "truncated", "last_action"),
         *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
         *("action", "policy_logits", "baseline", "truncation_value", "policy_version"),
         *("valid", "replayed", "intrinsic_reward", "intrinsic_discount"),
@@ -90,17 +89,6 @@ def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
             f"{EXTRA_FIELDS[name].shape}, but info holds {seen!r:.80}"
         )
     return value
-
-
-def look_at_reset(info: dict[str, Any], warn: Callable[[str, str], None]) -> None:
-    """Warns if the info of reset() lacks a field that belongs to the observation."""
-    for name, field in EXTRA_FIELDS.items():
-        if field.of == "observation" and name not in info:
-            warn(
-                f"EXTRA_FIELDS {name}",
-                f"EXTRA_FIELDS declares {name!r} as of the observation, but the info "
-                "of reset() lacks it: rows that begin an episode hold 0",
-            )
 
 
 def make_fields(

@@ -2,16 +2,16 @@
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from torchbeast.envs import extra_fields
-from torchbeast.envs.checks import Checker, own_context
 from torchbeast.envs.extra_fields import GAME_OVER
 from torchbeast.envs.make_env import create_env
+from torchbeast.envs.values import read
 
 
 def game_seed(seed: int, index: int, game: int) -> int:
@@ -23,27 +23,21 @@ class SeededGames(gymnasium.Wrapper):
     """Seeds each game, so that it is a function of (seed, index, game, actions).
 
     Each reset() starts the next game, unless the last step had info[GAME_OVER] False
-    (a lost life): then the game continues. The infos keep only EXTRA_FIELDS and, if an
-    episode ends, "game_over". Checks what the environment returns. With `flags.sync` it
-    keeps the actions of the current game, for `replay`.
+    (a lost life): then the game continues. Observations are those of the space, see
+    `read`. The infos keep only EXTRA_FIELDS and, if an episode ends, "game_over". With
+    `flags.sync` it keeps the actions of the current game, for `replay`.
 
     Args:
       flags: see `create_env`, which makes the environment.
       index: the number of the environment in the run.
-      warn: called with a key and a message for each suspect value.
     """
 
     def __init__(
-        self,
-        flags: argparse.Namespace,
-        index: int,
-        render_mode: str | None,
-        warn: Callable[[str, str], None],
-    ):
-        self._run = own_context()
-        super().__init__(self._run(create_env, flags, render_mode))
+        self, flags: argparse.Namespace, index: int, render_mode: str | None
+    ) -> None:
+        super().__init__(create_env(flags, render_mode))
+        self._space = self.env.observation_space
         self.log_actions = getattr(flags, "sync", False)
-        self.checker = Checker(flags.env, self.env.observation_space, warn)
         self.actions: list[np.ndarray] = []
         self.set_seed(flags.seed, index)
 
@@ -62,30 +56,20 @@ class SeededGames(gymnasium.Wrapper):
             self.actions = []
             arguments["seed"] = game_seed(self.seed, self.index, self.game)
         self.game_goes_on = False
-        observation, info = self.checker.call(
-            "reset", self._run, self.env.reset, **arguments
-        )
-        extra_fields.look_at_reset(info, self.checker.warn)
-        return observation, extra_fields.select(info)
+        observation, info = self.env.reset(**arguments)
+        return read(self._space, observation), extra_fields.select(info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         if self.log_actions:
             self.actions.append(np.array(action))
-        observation, reward, terminated, truncated, info = self.checker.call(
-            "step", self._run, self.env.step, action
-        )
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        observation = read(self._space, observation)
         kept: dict[str, Any] = extra_fields.select(info)
         if terminated or truncated:
             kept["game_over"] = bool(truncated or info.get(GAME_OVER, True))
             self.game_goes_on = not kept["game_over"]
             observation = copy.deepcopy(observation)  # reset() may overwrite it
         return observation, reward, terminated, truncated, kept
-
-    def render(self) -> Any:
-        return self._run(self.env.render)
-
-    def close(self) -> None:
-        self.checker.close(self._run, self.env.close)
 
     def replay(self, game: int, actions: Sequence[Any]) -> list[Any]:
         """Plays the actions in game number `game`; returns the last observation.

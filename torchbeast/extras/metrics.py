@@ -28,7 +28,7 @@ MOST_THREADS = 256  # of the process; beyond it connections are closed
 READY_SECONDS = 300.0
 # These count from the start of the process on.
 COUNTERS = {
-    *("env_warnings", "reconnects", "dropped_steps", "refused", "env_failures"),
+    *("reconnects", "dropped_steps", "refused", "env_failures"),
     *("mirror_failures", "server_starts"),
 }
 
@@ -131,8 +131,6 @@ class Metrics:
         row = {k: x for k, x in row.items() if x is not None}
         # A column of a fork may have any name.
         known = {re.sub("[^a-zA-Z0-9_]", "_", k): x for k, x in row.items()}
-        if "env_warnings" in known:  # the number of one batch
-            known["env_warnings"] += self._row.get("env_warnings", 0)
         self._row = self._row | known | {"last_batch_timestamp_seconds": time.time()}
         self._batches, self._learned = self._batches + 1, time.monotonic()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchbeast.base.errors import FlagError
-from torchbeast.envs.checks import describe
+from torchbeast.envs.values import describe
 
 log = logging.getLogger(__name__)
 

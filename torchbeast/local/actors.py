@@ -17,21 +17,18 @@ import torch.multiprocessing as mp
 from numpy.random import mtrand
 
 from torchbeast.base import ranks
-from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs import checks
-from torchbeast.envs.environment import Environment
+from torchbeast.envs.environment import Environment, check_same_spaces
 from torchbeast.flags import Flags
+from torchbeast.local.env_spec import EnvSpec
 from torchbeast.procs import children
 
 log = logging.getLogger(__name__)
 
 GLOBALS = 1  # sets these seeds apart from those of games and actions
-COUNTED = ". logs.csv counts it in env_warnings."
 STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
 
 
@@ -97,6 +94,7 @@ class TorchSettings:
 def run_actor(
     actor_class: Callable[..., Any],
     flags: Flags,
+    env_spec: EnvSpec,
     index: int,
     buffers: dict[str, Nested],
     weights_memory: torch.Tensor,
@@ -113,7 +111,7 @@ def run_actor(
         contextlib.closing(make_envs(flags, index)) as env,
         children.sending_errors(pipe, f"actor {index} failed"),  # close() may hang
     ):
-        env.on_warning = lambda *warning: pipe.send(("warning", *warning))
+        check_same_spaces(flags.env, env_spec, env)
         actor = actor_class(flags, env, buffers, weights_memory, index, num_steps)
         if saved is not None:
             actor.load_state_dict(pickle.loads(saved))
@@ -152,9 +150,8 @@ class Actors:
                                                           timings)
         ("save",)                                        ("saved", state)
 
-    An actor also sends ("warning", key, message), ("log", level, message), and what it
-    raises. The learner waits on all pipes and all processes at once, so that it sees at
-    once if one dies.
+    An actor also sends ("log", level, message), and what it raises. The learner waits
+    on all pipes and all processes at once, so that it sees at once if one dies.
 
     Attributes:
       idle: numbers of the idle actors; the one that is idle for longest is the first.
@@ -166,16 +163,16 @@ class Actors:
         self,
         actor_class: Callable[..., Any],
         flags: Flags,
+        env_spec: EnvSpec,
         buffers: dict[str, Nested],
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         # A game whose actions are logged can be copied, see `copy`.
         self.flags = flags.replace(sync=flags.sync or flags.interactive)
-        self.weights, self._arguments = weights, (actor_class, buffers)
+        self.weights, self._arguments = weights, (actor_class, env_spec, buffers)
         self.idle = list(range(flags.num_actors))
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
-        self._is_new = Seldom()  # warnings, by key
         self.steps = rollout.step_counters(flags.num_actors)
         self.watch = children.StepWatch(flags.actor_timeout)
         self.children: list[children.Child] = []
@@ -188,13 +185,15 @@ class Actors:
 
     def _start(self, saved: Sequence[dict[str, Any]] | None) -> None:
         """Starts the processes: fills `children`."""
-        actor_class, buffers = self._arguments
+        actor_class, env_spec, buffers = self._arguments
         first = ranks.rank() * self.flags.num_actors  # each rank plays other games
         for index, steps in enumerate(self.steps):
             state = pickle.dumps(saved[index]) if saved else None
             memory, number = self.weights.memory, first + index
-            arguments = actor_class, self.flags, number, buffers, memory, state, steps
-            child = self._group.start(f"actor {number}", run_actor, *arguments)
+            arguments = actor_class, self.flags, env_spec, number, buffers, memory
+            child = self._group.start(
+                f"actor {number}", run_actor, *arguments, state, steps
+            )
             child.steps = steps
             self.children.append(child)
 
@@ -203,11 +202,6 @@ class Actors:
         known = [t for t in self.timings if t]
         names = known[0] if known else {}
         return {k: statistics.fmean(t[k] for t in known) for k in names}
-
-    def warn_once(self, key: str, message: str) -> None:
-        """Logs a warning of an environment, unless another actor has sent it."""
-        if self._is_new(key):
-            log.warning("%s%s", message, "" if key == checks.CLOSE else COUNTED)
 
     def start_unroll(self, index: int, slots: list[int]) -> int:
         """Makes an idle actor fill the slots with the newest weights.
@@ -260,7 +254,7 @@ class Actors:
         """
         while len(self.idle) < self.flags.num_actors:
             list(self.finished(1.0, wake_up))
-        actor_class, buffers = self._arguments
+        actor_class, _, buffers = self._arguments
         env = make_envs(self.flags, index)
         actor = actor_class(self.flags, env, buffers, self.weights.memory, index)
         actor.load_state_dict(self.save()[index])
@@ -280,10 +274,6 @@ class Actors:
         self._group.end(STOP_SECONDS)
         self._group.close()
         for child in self.children:
-            with contextlib.suppress(UserError):
-                while message := child.receive():
-                    if message[:2] == ("warning", checks.CLOSE):
-                        self.warn_once(*message[1:])
             child.pipe.close()
 
     def _receive(self, child: children.Child) -> Iterator[tuple]:
@@ -291,8 +281,6 @@ class Actors:
         while message := child.receive():
             if message[0] == "loaded":
                 self.weights.release(message[1])
-            elif message[0] == "warning":
-                self.warn_once(*message[1:])
             elif message[0] == "log":
                 log.log(*message[1:])
             else:

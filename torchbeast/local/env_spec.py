@@ -75,9 +75,8 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
 
 def spec_of(env: Any) -> EnvSpec:
     """The properties of an Environment."""
-    from torchbeast.envs.space_checks import plain_space
+    from torchbeast.envs.values import plain_space
 
-    env.on_warning = lambda key, message: None  # the actors send it later
     both = env.observation_space, plain_space(env.action_space)
     return EnvSpec(*both, env.frames_per_step, env.exact_resume)
 

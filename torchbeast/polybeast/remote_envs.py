@@ -22,7 +22,7 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import atari
 from torchbeast.envs.action_masks import check_mask
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
-from torchbeast.envs.space_checks import as_stack, check_observation_space
+from torchbeast.envs.values import as_stack, check_spaces
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.env_connection import (
@@ -299,7 +299,7 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")
         )
-        check_observation_space(observation_space)
+        check_spaces(observation_space, action_space)
         distribution = make_distribution(action_space)
         check_mask(observation_space, action_space)
         if flags.num_actions not in (None, getattr(action_space, "n", None)):

@@ -32,12 +32,16 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
-from torchbeast.envs import checks
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
-from torchbeast.envs.make_env import create_env
-from torchbeast.envs.space_checks import plain_space
-from torchbeast.extras.vector_envs import find_vector_env
+from torchbeast.envs.make_env import create_env, vector_maker
+from torchbeast.envs.values import (
+    InvalidEnvironmentError,
+    describe,
+    parts_of,
+    plain_space,
+    read,
+)
 from torchbeast.flags import TRAINING, Flags
 from torchbeast.local.actors import TorchSettings
 from torchbeast.model import CHOICES, Net, make_model
@@ -69,11 +73,10 @@ class Agent:
         """The environment of the run, with its wrappers.
 
         Raises:
-          InvalidEnvironmentError: --env makes several environments at once.
-          UserError: the environment can't be made.
+          UserError: it can't be made, or --env makes several at once.
         """
-        if find_vector_env(self.flags):
-            raise checks.InvalidEnvironmentError(
+        if vector_maker(self.flags):
+            raise InvalidEnvironmentError(
                 f"--env {self.flags.env} makes several environments at once: make "
                 "them in your own code, and give `act` the observations of all"
             )
@@ -140,7 +143,6 @@ class Agent:
             **totals.as_fields(),
             "game_over": _fill("game_over", given.get("game_over", ended), n, np.bool_),
             "last_action": state.last_action[0].numpy(),
-            "env_warnings": np.zeros(n, np.int64),
         }
         for name, field in EXTRA_FIELDS.items():
             value = given.get(name, np.zeros(field.shape))
@@ -171,21 +173,17 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
       Arrays [n, ...] nested as the space, n, and whether it was only one.
     """
     try:
-        one = checks.read(space, observation)
-    except ValueError as error:
+        one = read(space, observation)
+    except InvalidEnvironmentError as error:
         why = error
     else:
-        checks.Categories(space).check(one)
         return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
     n, several = 0, None
     with contextlib.suppress(LookupError, TypeError, ValueError):
-        leaves = map_nested(
-            lambda _, x: np.asarray(x), checks.parts_of(space), observation
-        )
+        leaves = map_nested(lambda _, x: np.asarray(x), parts_of(space), observation)
         if n := len(flatten(leaves)[0]):
-            several = map_nested(np.array, checks.read(space, observation, (n,)))
+            several = map_nested(np.array, read(space, observation, (n,)))
     if several is not None:
-        checks.Categories(space).check(several)
         return several, n, False
     raise ValueError(f"{why}. A batch of such observations is possible, too")
 
@@ -197,7 +195,7 @@ def _fill(
     array = np.asarray(value, dtype)
     if array.shape not in (shape, (n, *shape)):
         raise ValueError(
-            f"{name} is {checks.describe(array)}; its shape must be {list(shape)}, or "
+            f"{name} is {describe(array)}; its shape must be {list(shape)}, or "
             f"{[n, *shape]} with one for each observation"
         )
     return np.broadcast_to(array, (n, *shape)).copy()

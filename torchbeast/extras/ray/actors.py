@@ -60,7 +60,6 @@ class Player:
         )
         self.arguments = actor_class, flags, index
         self.actor: Any = None
-        self.warnings: list[tuple[str, str]] = []
 
     def unroll(self, weights: list[ray.ObjectRef], policy_version: int) -> tuple:
         """One unroll.
@@ -69,7 +68,7 @@ class Player:
           weights: one reference to a bank of weights; it is fetched if it is new.
 
         Returns:
-          The slots [E, ...] as NumPy, warnings, timings, and whether it is the first
+          The slots [E, ...] as NumPy, timings, and whether it is the first
           unroll of an actor that replaces a dead one.
 
         Raises:
@@ -79,7 +78,6 @@ class Player:
             if self.actor is None:
                 actor_class, flags, index = self.arguments
                 env = make_envs(flags, index)
-                env.on_warning = lambda *warning: self.warnings.append(warning)
                 self.actor = actor_class(flags, env, self.buffers, self.memory, index)
                 self.actor.policy_version = -1
             self.actor.timings.reset()
@@ -90,16 +88,15 @@ class Player:
         except Exception as error:  # may be one that Ray can't pickle
             raise RuntimeError(text_of(error)) from None
         rollouts = map_nested(torch.Tensor.numpy, self.buffers)
-        warnings, self.warnings = self.warnings, []
         is_replacement, self.replaces_a_dead_one = self.replaces_a_dead_one, False
-        return rollouts, warnings, self.actor.timings.shares(), is_replacement
+        return rollouts, self.actor.timings.shares(), is_replacement
 
 
 class RayActors(Actors):
     """Actors whose processes Ray has started: one child calls Ray for all of them."""
 
     def _start(self, saved: Any) -> None:
-        actor_class, buffers = self._arguments
+        actor_class, _, buffers = self._arguments
         self.watch.timeout *= 2  # the child itself raises in time
         child, started = cluster.start_caller(
             *(self._group, call_ray, self.flags, actor_class),
@@ -191,11 +188,9 @@ class Unrolls:
     def _finish(self, reference: Any) -> None:
         index, slots, _ = self._running.pop(reference)
         result = cluster.result(reference, f"actor {index}")
-        rollouts, warnings, timings, is_replacement = result
+        rollouts, timings, is_replacement = result
         if is_replacement:
             self._warn(f"Actor {index} has died. Ray has replaced it.")
-        for warning in warnings:
-            self.pipe.send(("warning", *warning))
 
         def copy(buffer: torch.Tensor, x: Any) -> None:
             buffer[slots] = torch.from_numpy(x.copy())

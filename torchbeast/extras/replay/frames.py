@@ -2,7 +2,7 @@
 
 The observation of most Atari agents is a stack of the last K frames, so two that follow
 each other share K - 1. Which spaces hold stacks, the environment says (FrameStack in
-envs/space_checks.py). An observation that shares no frame with the one before is stored
+envs/values.py). An observation that shares no frame with the one before is stored
 whole.
 """
 

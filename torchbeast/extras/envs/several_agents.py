@@ -1,6 +1,7 @@
 """Several agents (PettingZoo's parallel API): each agent of a game is an environment.
 
-docs/environments.md is the manual.
+So E environments are E / N games of N agents. Without this file such environments are
+refused. docs/environments.md is the manual.
 """
 
 import argparse
@@ -9,8 +10,8 @@ import copy
 import functools
 import json
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
 import numpy as np
@@ -19,14 +20,26 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
 from torchbeast.base.named import call_named, find_object, parse_paths
-from torchbeast.envs import checks
-from torchbeast.envs.action_masks import AGENT, MaskFromInfo, add_part, check_spaces
-from torchbeast.envs.extra_fields import EXTRA_FIELDS, look_at_reset, select
+from torchbeast.envs.action_masks import AGENT, MaskFromInfo, add_part, check_mask
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
+from torchbeast.envs.make_env import names_python, takes
 from torchbeast.envs.seeded_games import game_seed
+from torchbeast.envs.values import InvalidEnvironmentError, check_spaces, read
+
+
+def vector_maker(
+    flags: argparse.Namespace, render_mode: str | None
+) -> Callable[[int | None], Any] | None:
+    """How to make games with E agents; None if --env is no parallel environment."""
+    if names_python(flags.env):
+        function = find_object(f"--env {flags.env}", flags.env)
+        if makes_parallel(flags.env, function) and not takes(function, "num_envs"):
+            return functools.partial(ParallelGames, flags, render_mode)
+    return None
 
 
 def makes_parallel(name: str, function: Any) -> bool:
-    """Whether --env makes a parallel environment, as far as can be seen without a call.
+    """Whether it makes a parallel environment, as far as can be seen without a call.
 
     It is a class derived from ParallelEnv, or a function that is named parallel_env or
     annotated to return such a class.
@@ -48,14 +61,9 @@ def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:
     if render_mode:
         arguments = {"render_mode": render_mode, **arguments}
     env = call_named(flag, find_object(flag, flags.env), **arguments)
-    for path, wrapper_arguments in parse_paths("--wrapper", flags.wrapper or ""):
+    for path, more in parse_paths("--wrapper", flags.wrapper or ""):
         flag = f"--wrapper {path}"
-        env = call_named(flag, find_object(flag, path), env, **wrapper_arguments)
-    if not getattr(env, "possible_agents", None) or hasattr(env, "agent_iter"):
-        raise checks.InvalidEnvironmentError(
-            f"{flag} made {checks.describe(env)}, which is no environment of "
-            "PettingZoo's parallel API with a list possible_agents"
-        )
+        env = call_named(flag, find_object(flag, path), env, **more)
     return env
 
 
@@ -76,55 +84,48 @@ class ParallelGame:
 
     A game that is over begins anew. All methods return the rows of all possible agents.
     The row of an absent agent does not count; it shows the observation of another.
-
-    Args:
-      warn: called with an agent's number, a key and a message.
     """
 
-    def __init__(
-        self,
-        flags: argparse.Namespace,
-        render_mode: str | None,
-        warn: Callable[[int, str, str], None],
-    ) -> None:
+    def __init__(self, flags: argparse.Namespace, render_mode: str | None) -> None:
         self.name, self.log_actions = flags.env, getattr(flags, "sync", False)
-        self.run = checks.own_context()
-        self.env = self.run(make_parallel, flags, render_mode)
-        self.agents = list(self.env.possible_agents)
-        space = self._common("observation_space")
+        self.env = make_parallel(flags, render_mode)
+        self.agents = list(getattr(self.env, "possible_agents", ()))
+        if not self.agents or hasattr(self.env, "agent_iter"):
+            self._fail(
+                f"{self.env!r:.200} is no environment of PettingZoo's parallel API "
+                "with a list possible_agents"
+            )
+        if len(set(self.agents)) < len(self.agents):
+            self._fail(f"possible_agents has an agent twice: {self.agents}")
+        self.space = space = self._common("observation_space")
         self.action_space = self._common("action_space")
-        self.checkers = [
-            checks.Checker(f"{self.name}, {agent}", space, functools.partial(warn, i))
-            for i, agent in enumerate(self.agents)
-        ]
+        check_spaces(space, self.action_space)
         self.add_mask: Any = lambda observation, info: observation
         if flags.mask_actions:
             one: Any = gymnasium.Env()
             one.observation_space, one.action_space = space, self.action_space
-            masked = MaskFromInfo(one, self.name)
+            masked = MaskFromInfo(one)
             space, self.add_mask = masked.observation_space, masked.add_mask
         if len(self.agents) > 1:
             number = spaces.MultiBinary(len(self.agents))
             space = spaces.Dict(add_part(space, AGENT, number))
         self.observation_space = space
+        check_mask(space, self.action_space)
         self.set_seed(flags.seed, 0)
+
+    def _fail(self, what: str) -> NoReturn:
+        raise InvalidEnvironmentError(f"--env {self.name}: {what}")
 
     def _common(self, kind: str) -> Any:
         """The observation_space or action_space of all agents."""
-        space_of = getattr(self.env, kind, None)
-        if not callable(space_of):
-            raise checks.InvalidEnvironmentError(
-                f"--env {self.name}: {kind} is {checks.describe(space_of)}; it must be "
-                "a method that returns the space of an agent"
-            )
-        first = space_of(self.agents[0])
-        for agent in self.agents[1:]:
-            if (other := space_of(agent)) != first:
-                raise checks.InvalidEnvironmentError(
-                    f"--env {self.name}: the {kind} of {self.agents[0]!r} is {first}, "
-                    f"and that of {agent!r} is {other}. One policy plays all agents, "
-                    "so these must be equal: --wrapper takes wrappers that pad them, "
-                    "such as supersuit's pad_observations_v0 and pad_action_space_v0"
+        first, *others = (getattr(self.env, kind)(x) for x in self.agents)
+        for agent, other in zip(self.agents[1:], others, strict=True):
+            if other != first:
+                self._fail(
+                    f"the {kind} of {self.agents[0]!r} is {first}, and that of "
+                    f"{agent!r} is {other}. One policy plays all agents, so these must "
+                    "be equal: --wrapper takes wrappers that pad them, such as "
+                    "supersuit's pad_observations_v0 and pad_action_space_v0"
                 )
         return first
 
@@ -132,44 +133,22 @@ class ParallelGame:
         """Changes seed and index. The next reset() starts the first game."""
         self.seed, self.index, self.game = seed, index, -1
 
-    def _call(self, method: str, count: int, *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = self.run(getattr(self.env, method), *args, **kwargs)
-        except TypeError as error:
-            if not checks.raised_by_call(error):
-                raise
-            raise checks.InvalidEnvironmentError(
-                f"--env {self.name}: {method}() does not follow PettingZoo's parallel "
-                f"API: {error}"
-            ) from error
-        is_tuple = isinstance(result, tuple) and len(result) == count
-        if not is_tuple or not all(isinstance(x, Mapping) for x in result):
-            numbers = "rewards, terminations, truncations, " if count == 5 else ""
-            raise checks.InvalidEnvironmentError(
-                f"--env {self.name}: {method}() returned {checks.describe(result)}; it "
-                f"must be {count} dicts with a value for each agent: observations, "
-                f"{numbers}infos"
-            )
-        return result
-
-    def _read(self, method: str, agents: Iterable[int], *results: Any) -> dict:
+    def _read(self, agents: Iterable[int], *results: Any) -> dict:
         """What these agents got, by number: observation, ..., info."""
         found = {}
         *values, infos = results
         for i in agents:
             agent = self.agents[i]
             if any(agent not in x for x in values):
-                raise checks.InvalidEnvironmentError(
-                    f"--env {self.name}: {method}() returned no value for {agent!r} in "
-                    "at least one dict. An agent that is in the list `agents`, or has "
-                    "just acted, needs one in all, also if it leaves the list"
+                self._fail(
+                    f"reset() or step() returned no value for {agent!r} in at least "
+                    "one dict. An agent that is in the list `agents`, or has just "
+                    "acted, needs one in all, also if it leaves the list"
                 )
-            one = (*(x[agent] for x in values), infos.get(agent, {}))
-            observation, *numbers, info = self.checkers[i].call(method, tuple, one)
-            if method == "reset":
-                look_at_reset(info, self.checkers[i].warn)
-            observation = self.add_mask(observation, info)
-            found[i] = (observation, *numbers, select(info))
+            info = infos.get(agent, {})
+            observation, *numbers = (x[agent] for x in values)
+            observation = read(self.space, observation, (), f"observation of {agent!r}")
+            found[i] = (self.add_mask(observation, info), *numbers, select(info))
         return found
 
     def _rows(self, found: dict) -> list[Row]:
@@ -191,16 +170,11 @@ class ParallelGame:
     def _reset(self) -> dict:
         self.game += 1
         self.actions: list[np.ndarray] = []
-        seed = game_seed(self.seed, self.index, self.game)
-        result = self._call("reset", 2, seed=seed)
+        result = self.env.reset(seed=game_seed(self.seed, self.index, self.game))
         self.present = self._present()
         if not self.present:
-            raise checks.InvalidEnvironmentError(
-                f"--env {self.name}: after reset() the list `agents` is "
-                f"{getattr(self.env, 'agents', 'missing')}, without any of "
-                "possible_agents"
-            )
-        return self._read("reset", self.present, *result)
+            self._fail("after reset() the list `agents` has none of possible_agents")
+        return self._read(self.present, *result)
 
     def reset(self) -> list[Row]:
         return self._rows(self._reset())
@@ -210,18 +184,17 @@ class ParallelGame:
         if self.log_actions:
             self.actions.append(np.array(actions))
         chosen = {self.agents[i]: actions[i] for i in sorted(self.present)}
-        result = self._call("step", 5, chosen)
-        old = self._read("step", self.present, *result)
+        result = self.env.step(chosen)
+        old = self._read(self.present, *result)
         listed = self._present()
         stay = {i for i in listed & old.keys() if not any(old[i][2:4])}
         begin = listed - old.keys()
         if (stay or begin) and (dead := listed - stay - begin):
-            raise checks.InvalidEnvironmentError(
-                f"--env {self.name}: step() ended the game of "
-                f"{self.agents[min(dead)]!r}, but the list `agents` still has it. It "
-                "may come back in a later step"
+            self._fail(
+                f"step() ended the game of {self.agents[min(dead)]!r}, but the list "
+                "`agents` still has it. It may come back in a later step"
             )
-        new = {i: old[i] for i in stay} | self._read("reset", begin, *result[::4])
+        new = {i: old[i] for i in stay} | self._read(begin, *result[::4])
         self.present, last = set(new), self._rows(old)
         if not new:
             last = copy.deepcopy(last)  # reset() may overwrite them
@@ -246,13 +219,15 @@ class ParallelGame:
             rows = self.step(each)
         return [row.observation for row in rows]
 
+    def close(self) -> None:
+        self.env.close()
+
 
 class ParallelGames:
     """G games of N agents as a vector environment of G x N, in SAME_STEP mode.
 
     Args:
       num_envs: G x N; None: N, one game.
-      warn: called with the number of an environment, a key and a message.
 
     Raises:
       FlagError: num_envs is no multiple of N.
@@ -260,18 +235,9 @@ class ParallelGames:
     """
 
     def __init__(
-        self,
-        flags: argparse.Namespace,
-        render_mode: str | None,
-        num_envs: int | None,
-        warn: Callable[[int, str, str], None],
+        self, flags: argparse.Namespace, render_mode: str | None, num_envs: int | None
     ) -> None:
-        def make(first: int) -> ParallelGame:
-            return ParallelGame(
-                flags, render_mode, lambda i, *what: warn(first + i, *what)
-            )
-
-        game = make(0)
+        game = ParallelGame(flags, render_mode)
         N = len(game.agents)
         self.num_envs = num_envs or N
         if self.num_envs % N:
@@ -283,8 +249,8 @@ class ParallelGames:
             )
         self.single_observation_space = game.observation_space
         self.single_action_space = game.action_space
-        check_spaces(game.observation_space, game.action_space)
-        self.envs = [game, *map(make, range(N, self.num_envs, N))]
+        more = range(N, self.num_envs, N)
+        self.envs = [game, *(ParallelGame(flags, render_mode) for _ in more)]
 
     def _join(self, rows: Iterable[Row]) -> tuple[Any, dict[str, Any]]:
         """Observations [G * N, ...] and the EXTRA_FIELDS of infos, as arrays."""
@@ -315,8 +281,4 @@ class ParallelGames:
         )
 
     def render(self) -> list[Any]:
-        return [self.envs[0].run(self.envs[0].env.render)]
-
-    def close(self) -> None:
-        for game in self.envs:
-            game.checkers[0].close(game.run, lambda env=game.env: env.close())
+        return [self.envs[0].env.render()]
