@@ -91,7 +91,7 @@ def test_what_is_no_environment(make):
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"env_kwargs": '{"length": 1}'}, TypeError, r"'length'"),
+        ({"env_kwargs": '{"length": 1}'}, FlagError, r"'length'"),
         ({"wrapper": "no_such_module:f"}, MissingPackageError, "--wrapper no_such_mod"),
         ({"wrapper": f"{__name__}:Countr"}, FlagError, "--wrapper .*Countr"),
         ({"wrapper": "math"}, FlagError, "full module name"),

@@ -206,7 +206,7 @@ def test_a_game_without_close(monkeypatch, caplog):
     envs = Environment(env_flags("agent_games:Fading"), None)
     envs.initial()
     envs.close()
-    assert "close() raised" in caplog.text
+    assert "close() of agent_games:Fading raised" in caplog.text
 
 
 # --- What is refused ------------------------------------------------------------------

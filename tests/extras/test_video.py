@@ -9,7 +9,7 @@ import pytest
 from test_evaluate import make_flags, make_weights
 
 from torchbeast.base.errors import FlagError
-from torchbeast.extras.video import Video
+from torchbeast.extras.video import Video, picture
 from torchbeast.play.evaluate import play
 
 cv2 = pytest.importorskip("cv2")
@@ -91,3 +91,18 @@ def test_a_file_that_can_not_be_written(tmp_path, codec):
         contextlib.closing(Video(str(tmp_path / "gone" / "a.mp4"))) as video,
     ):
         video.add(plain(100, 100, 0))
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (None, "returns None"),
+        (np.zeros((4, 5), np.uint8), r"returns uint8 \[4, 5\]"),
+        (np.zeros((4, 0, 3)), r"returns float64 \[4, 0, 3\]"),
+        ([np.zeros((4, 5, 3)), np.zeros((4, 6, 3))], "returns a list of 2 values"),
+    ],
+)
+def test_what_is_no_picture(returned, what):
+    with pytest.raises(FlagError, match=rf"--video: render\(\) of env .*{what}"):
+        picture(returned, "env")
+    assert picture(np.zeros((4, 5, 3), np.uint8), "env").shape == (4, 5, 3)
