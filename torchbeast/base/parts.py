@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def find() -> tuple[ModuleType, ...]:
-    """The parts, by name; none if there is no folder extras."""
+def find(package: str = "torchbeast.extras") -> tuple[ModuleType, ...]:
+    """The parts in a folder, by name; none if there is no such folder."""
     try:
-        folder = importlib.import_module("torchbeast.extras")
+        folder = importlib.import_module(package)
     except ModuleNotFoundError:
         return ()
     names = [x.name for x in pkgutil.iter_modules(folder.__path__)]
-    return tuple(importlib.import_module(f"torchbeast.extras.{x}") for x in names)
+    return tuple(importlib.import_module(f"{package}.{x}") for x in names)
 
 
 def groups() -> list[Any]:

@@ -21,6 +21,8 @@ from torchbeast.envs import atari
 from torchbeast.envs.action_masks import MaskFromInfo, check_mask
 from torchbeast.envs.values import InvalidEnvironmentError, as_stack, check_spaces
 
+ENVS = "torchbeast.extras.envs"  # parts with `adapt` or `vector_maker`
+
 
 def create_env(
     flags: argparse.Namespace, render_mode: str | None = None
@@ -43,7 +45,7 @@ def create_env(
         if render_mode and takes(make, "render_mode"):
             arguments = {"render_mode": render_mode, **arguments}
         env = call_named(flag, make, **arguments)
-        for part in parts.find("extras/envs"):
+        for part in parts.find(ENVS):
             if hasattr(part, "adapt"):
                 env = part.adapt(env, render_mode)
     else:
@@ -79,7 +81,7 @@ def vector_maker(
     Without E it makes one, or as many as a game has agents. None: `create_env` makes
     each environment.
     """
-    for part in parts.find("extras/envs"):
+    for part in parts.find(ENVS):
         has = hasattr(part, "vector_maker")
         if has and (maker := part.vector_maker(flags, render_mode)):
             return maker
