@@ -199,10 +199,10 @@ LINES = [
     ),
     (
         LOSS_FILE,
-        '        "mean_value": mean(values),\n',
-        '        "mean_value": mean(values),\n'
-        '        "mean_probs": mean(target_logits.softmax(-1)),\n'
-        '        "mean_sureness": mean(batch["sureness"][:-1]),\n',
+        '        "mean_value": mean(values, valid),\n',
+        '        "mean_value": mean(values, valid),\n'
+        '        "mean_probs": mean(target_logits.softmax(-1), valid),\n'
+        '        "mean_sureness": mean(batch["sureness"][:-1], valid),\n',
     ),
     (SCHEDULE_FILE, "    return 1.0 - progress\n", "    return 0.5**progress\n"),
     (
@@ -253,6 +253,32 @@ def test_a_teacher_with_its_own_optimizer(tmp_path):
     (batches,) = {int(x["step"]) for x in moments.values()}
     assert batches == len([*rows, *resumed])
     assert len(moments) < len(teacher)
+
+
+@pytest.mark.parametrize("module", VARIANTS)
+def test_a_loss_of_ones_own(tmp_path, module):
+    """--loss names the function in the document; a resume goes on with it."""
+    code = DOCUMENT.read_text().split("\n## Another loss")[1].split("```")[1]
+    (tmp_path / "my_losses.py").write_text(code.removeprefix("python\n"))
+    flags = {**runs.SMALL, "loss": 'my_losses:reinforce{"weight": 3}'}
+    if module == POLYBEAST:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+        flags |= {"num_servers": 2, "num_actors": None, "batch_size": 3}
+        flags |= {"pipes_basename": f"unix:{tmp_path}/pipe"}
+    paths = os.pathsep.join([str(tmp_path), runs.environment()["PYTHONPATH"]])
+    words = runs.command(tmp_path, "own", module, **flags)
+    runs.run_words(words, PYTHONPATH=paths)
+    more = {"module": module, "total_steps": 900}
+    runs.run_words(runs.command(tmp_path, "own", **more), PYTHONPATH=paths)
+    rows = runs.read_logs(tmp_path, "own")
+    assert int(rows[-1]["step"]) == 900
+    assert {"pg_loss", "baseline_loss", "mean_value"} < rows[0].keys()
+    assert "entropy_loss" not in rows[0]
+    for row in rows:
+        total = float(row["pg_loss"]) + float(row["baseline_loss"])
+        assert float(row["total_loss"]) == pytest.approx(total, rel=1e-4, abs=1e-3)
+    saved = torch.load(tmp_path / "own" / "model.tar", weights_only=True)
+    assert saved["flags"]["loss"] == flags["loss"]
 
 
 def test_the_document_shows_the_patches():

@@ -1,6 +1,5 @@
 """Models of docs/forking.md: the patch of PopArt, a transformer as the core."""
 
-import argparse
 import importlib.util
 
 import numpy as np
@@ -9,7 +8,7 @@ import runs
 import torch
 from cue_games import Gold, Pennies
 from gymnasium import spaces
-from loss_cases import DISTRIBUTION, FLAGS, make_batch
+from loss_cases import loss_of, make_batch
 from nets import make_net, make_rows, map_leaves
 from test_forking import Fork
 
@@ -120,8 +119,7 @@ def test_popart_keeps_the_values_when_the_moments_change(popart):
 
 def test_popart_scales_each_task_by_its_deviation(popart):
     """A task with c times the rewards, values and σ gives the same loss."""
-    impala_loss = import_forked(popart, "learner").impala_loss
-    flags = argparse.Namespace(**{**FLAGS, "reward_clipping": "none"})
+    learner = import_forked(popart, "learner")
 
     def loss(*scales):
         batch, outputs = map_leaves(torch.as_tensor, make_batch())
@@ -131,7 +129,8 @@ def test_popart_scales_each_task_by_its_deviation(popart):
         for x in (outputs["baseline"], outputs["sigma"]):
             x *= torch.tensor(scales)
         logits = outputs["policy_logits"].requires_grad_()
-        total, stats = impala_loss(batch, outputs, DISTRIBUTION, flags)
+        more = {"module": learner, "reward_clipping": "none"}
+        total, stats = loss_of(batch, outputs, **more)
         total.backward()
         return stats["baseline_loss"], stats["pg_loss"], logits.grad
 
