@@ -14,16 +14,34 @@ import torch
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-collect_ignore = []
+# Of tests/polybeast, what --quick runs, too.
+QUICK = {
+    "test_batching_queue.py",
+    "test_libtorchbeast.py",
+    "test_nest.py",
+    "test_polybeast.py",
+    "test_polybeast_sync.py",
+}
 HAS_PROC = pathlib.Path("/proc/self/stat").exists()
-if not HAS_PROC:  # they look at the processes of a run
-    collect_ignore += [
-        "test_faults.py",
-        "test_peer_numbers.py",
-        "test_peers.py",
-        "test_polybeast_faults.py",
-        "test_shared_memory.py",
-    ]
+NEED_PROC = {  # they look at the processes of a run
+    "test_faults.py",
+    "test_peer_numbers.py",
+    "test_peers.py",
+    "test_polybeast_faults.py",
+    "test_shared_memory.py",
+}
+NEED_NATIVE = {  # they start programs that import it
+    "test_build_on_demand.py",
+    "test_cluster.py",
+    "test_cluster_page.py",
+    "test_evaluate_on_servers.py",
+    "test_native_ends.py",
+    "test_peers.py",
+    "test_polybeast.py",
+    "test_polybeast_spaces.py",
+    "test_polybeast_sync.py",
+    "test_two_hosts.py",
+}
 try:
     # The folder of its sources can be imported, too, but is empty.
     from libtorchbeast import ActorPool  # noqa: F401 # only whether it is there
@@ -32,41 +50,41 @@ except ImportError as error:
     if os.environ.get("TORCHBEAST_NATIVE") == "require":
         raise
     NATIVE_ERROR: str | None = str(error)
-    collect_ignore += [  # they start programs that import it
-        "test_build_on_demand.py",
-        "test_cluster.py",
-        "test_cluster_page.py",
-        "test_evaluate_on_servers.py",
-        "test_native_ends.py",
-        "test_peers.py",
-        "test_polybeast.py",
-        "test_polybeast_spaces.py",
-        "test_polybeast_sync.py",
-        "test_two_hosts.py",
-    ]
 else:
     NATIVE_ERROR = None
 
 
+def pytest_addoption(parser):
+    text = "the core's tests and some of PolyBeast's, but none that is marked slow"
+    parser.addoption("--quick", action="store_true", help=text)
+
+
 @functools.cache
 def imports_native(path: pathlib.Path) -> bool:
-    """Whether it, or what it imports of this folder, imports libtorchbeast."""
+    """Whether it, or what it imports of the tests, imports libtorchbeast."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
-    helpers = [path.with_name(f"{name}.py") for name in names]
+    folders = path.parent, pathlib.Path(__file__).parent
+    helpers = [folder / f"{name}.py" for name in names for folder in folders]
     return "libtorchbeast" in names or any(
         imports_native(helper) for helper in helpers if helper.exists()
     )
 
 
-def pytest_ignore_collect(collection_path):
-    is_test = collection_path.match("test_*.py")
-    ignored = NATIVE_ERROR and is_test and imports_native(collection_path)
-    return True if ignored else None  # None: as usual
+def pytest_ignore_collect(collection_path, config):
+    if not collection_path.match("test_*.py"):
+        return None  # as usual
+    name, folder = collection_path.name, collection_path.parent.name
+    ignored = (
+        (config.getoption("quick") and folder != "tests" and name not in QUICK)
+        or (not HAS_PROC and name in NEED_PROC)
+        or (NATIVE_ERROR and (name in NEED_NATIVE or imports_native(collection_path)))
+    )
+    return True if ignored else None
 
 
 def pytest_report_header():
@@ -79,11 +97,17 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Groups of tests that one process runs one after the other begin first.
+    """Without those that --quick leaves out.
+
+    Groups of tests that one process runs one after the other begin first.
 
     Time limits are for an idle machine. With a low priority, as under scripts/test, all
     other programs come first.
     """
+    if config.getoption("quick"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     if os.nice(0) > 0:
         for item in items:

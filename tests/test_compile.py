@@ -8,7 +8,8 @@ from torch._dynamo.utils import counters
 
 from torchbeast.learner import learn
 
-pytestmark = pytest.mark.timeout(900)  # compiling takes a minute on a busy machine
+# Compiling takes a minute on a busy machine.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 ARGV = (
     *("--clip_ratio", "0.2", "--normalize_advantages", "--trace_decay", "0.95"),
