@@ -1,6 +1,5 @@
 import os
 import pathlib
-import pickle
 import random
 import re
 import shutil
@@ -73,7 +72,7 @@ def test_round_trip_and_previous(tmp_path):
     checkpoint.save(path, make_state(1))
     assert names(tmp_path) == ["model.tar"]
     for version in (2, 3):
-        checkpoint.save(str(path), make_state(version))
+        checkpoint.save(path, make_state(version))
         assert_equal(checkpoint.load(path), make_state(version))
         previous = checkpoint.load(tmp_path / "model.previous.tar")
         assert_equal(previous, make_state(version - 1))
@@ -87,15 +86,12 @@ def test_rng_state_goes_on_where_it_was(tmp_path):
         return [*numbers, *torch.randn(5).tolist()]
 
     draw()  # The second value of a pair of normals is kept back by then.
-    checkpoint.save(tmp_path / "model.tar", {"rng": checkpoint.rng_state()})
+    checkpoint.save(
+        tmp_path / "model.tar", make_state(1) | {"rng": checkpoint.rng_state()}
+    )
     expected = [draw() for _ in range(3)]
     checkpoint.set_rng_state(checkpoint.load(tmp_path / "model.tar")["rng"])
     assert [draw() for _ in range(3)] == expected
-
-
-def test_loads_with_plain_torch(tmp_path):
-    checkpoint.save(tmp_path / "model.tar", make_state(1))
-    assert_equal(torch.load(tmp_path / "model.tar", weights_only=True), make_state(1))
 
 
 def test_save_after_a_crash_between_the_two_renames(tmp_path):
@@ -119,17 +115,29 @@ def saved(tmp_path_factory):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("share", [0, 0.0001, 0.001, 0.01, 0.3, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0, 0.0001, 0.01, 0.3, 0.9, 0.9999])
 def test_truncated(tmp_path, saved, share):
-    (tmp_path / "model.tar").write_bytes(saved[: int(share * len(saved))])
-    with pytest.raises(checkpoint.CheckpointError, match="truncated"):
-        checkpoint.load(tmp_path / "model.tar")
+    path, previous = tmp_path / "model.tar", tmp_path / "model.previous.tar"
+    path.write_bytes(saved[: int(share * len(saved))])
+    with pytest.raises(checkpoint.CheckpointError, match="There is no"):
+        checkpoint.load(path)
+    previous.write_bytes(saved)
+    with pytest.raises(checkpoint.CheckpointError, match=f"copy {previous} to model"):
+        checkpoint.load(path)
 
 
-@pytest.mark.parametrize("missing", [1, 2, 10, 22, 23, 100])
-def test_truncated_by_few_bytes(tmp_path, saved, missing):
-    (tmp_path / "model.tar").write_bytes(saved[:-missing])
-    with pytest.raises(checkpoint.CheckpointError, match="truncated"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("flags", None),
+        ("model_state_dict", [1]),
+        ("model_state_dict", {"weight": torch.tensor([1.0, torch.nan])}),
+        ("optimizer_state_dict", {"state": {0: {"square": torch.tensor(torch.inf)}}}),
+    ],
+)
+def test_contents_that_can_not_be_used(tmp_path, name, value):
+    torch.save(make_state(1) | {name: value}, tmp_path / "model.tar")
+    with pytest.raises(checkpoint.CheckpointError, match=name):
         checkpoint.load(tmp_path / "model.tar")
 
 
@@ -150,37 +158,6 @@ def test_flipped_bits_never_change_what_is_loaded(tmp_path, saved):
     assert refused > len(positions) / 3
 
 
-def test_the_command_in_the_error_goes_back_to_the_previous(tmp_path):
-    folder = tmp_path / "a run's folder"
-    folder.mkdir()
-    path = folder / "model.tar"
-    checkpoint.save(path, make_state(1))
-    checkpoint.save(path, make_state(2))
-    os.truncate(path, 1000)
-    with pytest.raises(checkpoint.CheckpointError) as caught:
-        checkpoint.load(path)
-    [command] = re.findall(r"^    (cp .*)$", str(caught.value), flags=re.MULTILINE)
-    assert "model.previous.tar, is good" in str(caught.value)
-    subprocess.run(command, shell=True, check=True)
-    assert_equal(checkpoint.load(path), make_state(1))
-
-
-def test_missing_and_no_previous(tmp_path):
-    with pytest.raises(checkpoint.CheckpointError) as caught:
-        checkpoint.load(tmp_path / "model.tar")
-    assert str(caught.value) == (
-        f"Cannot load the checkpoint {tmp_path}/model.tar: there is no such file. "
-        "There is no model.previous.tar to restore."
-    )
-
-
-def test_previous_is_not_recommended_when_it_is_damaged(tmp_path):
-    for name in ("model.tar", "model.previous.tar"):
-        (tmp_path / name).write_bytes(b"PK")
-    with pytest.raises(checkpoint.CheckpointError, match="be loaded either"):
-        checkpoint.load(tmp_path / "model.tar")
-
-
 class Attack:
     def __init__(self, path):
         self.path = path
@@ -195,53 +172,30 @@ def test_code_is_refused(tmp_path):
     with pytest.raises(checkpoint.CheckpointError) as caught:
         checkpoint.load(path)
     assert not target.exists()
-    assert "refers to posix.mkdir, which is refused" in str(caught.value)
+    assert "refers to the code GLOBAL posix.mkdir" in str(caught.value)
     assert "weights_only" not in str(caught.value)  # No advice to run it after all.
-
-
-def test_code_in_a_bare_pickle_is_refused(tmp_path):
-    path, target = tmp_path / "model.tar", tmp_path / "owned"
-    path.write_bytes(pickle.dumps({"x": Attack(target)}))
-    with pytest.raises(checkpoint.CheckpointError, match="not a checkpoint"):
-        checkpoint.load(path)
-    assert not target.exists()
-
-
-def test_not_a_dict(tmp_path):
-    torch.save([1, 2], tmp_path / "model.tar")
-    with pytest.raises(checkpoint.CheckpointError, match="holds a list, expected a di"):
-        checkpoint.load(tmp_path / "model.tar")
-
-
-@pytest.mark.parametrize("bad", [pathlib.PurePosixPath("x"), Attack, lambda: 0])
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, bad):
-    path = tmp_path / "model.tar"
-    checkpoint.save(path, make_state(1))
-    with pytest.raises(checkpoint.CheckpointError, match="tensors and plain values"):
-        checkpoint.save(path, make_state(2) | {"extra": bad})
-    assert names(tmp_path) == ["model.tar"]
-    assert_equal(checkpoint.load(path), make_state(1))
 
 
 # Saves version 1, then a version 2 that is too large, and prints the error.
 TOO_LARGE = """
 import pathlib, resource, sys, torch
 from torchbeast.runs import checkpoint
+PARTS = {"model_state_dict": {}, "flags": {}}
 path, limit = pathlib.Path(sys.argv[1]) / "model.tar", int(sys.argv[2])
-checkpoint.save(path, {"version": 1})
+checkpoint.save(path, {"version": 1, **PARTS})
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 before = path.read_bytes()
 for _ in range(2):
     try:
-        checkpoint.save(path, {"version": 2, "w": torch.ones(1_000_000)})
+        checkpoint.save(path, {"version": 2, "w": torch.ones(1_000_000), **PARTS})
     except checkpoint.CheckpointError as error:
         print(error)
     names = [p.name for p in path.parent.iterdir() if p.name != "model.previous.tar"]
     assert names == ["model.tar"], names
     assert path.read_bytes() == before
     assert checkpoint.load(path)["version"] == 1
-checkpoint.save(path, {"version": 3})
+checkpoint.save(path, {"version": 3, **PARTS})
 assert checkpoint.load(path)["version"] == 3
 """
 
@@ -257,11 +211,6 @@ def assert_tells_of_full_disk(result, folder, cause):
             re.search(r"checkpoint of ([\d,]+) bytes", message)[1].replace(",", "")
         )
         assert 4_000_000 < size < 4_100_000
-
-
-def test_file_size_limit(tmp_path):
-    result = run_python(TOO_LARGE, tmp_path, 300_000)
-    assert_tells_of_full_disk(result, tmp_path, "File too large")
 
 
 def test_full_disk(tmp_path):
@@ -284,6 +233,7 @@ def test_full_disk(tmp_path):
 KILL_AT_EACH_OPERATION = """
 import os, pathlib, signal, sys
 from torchbeast.runs import checkpoint
+PARTS = {"model_state_dict": {}, "flags": {}}
 folder = pathlib.Path(sys.argv[1])
 path, previous = folder / "model.tar", folder / "model.previous.tar"
 OPERATIONS = {"open", "os.rename", "os.remove"}
@@ -297,13 +247,13 @@ def save_and_die(operation):
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
-    checkpoint.save(path, {"version": 2})
+    checkpoint.save(path, {"version": 2, **PARTS})
 
 killed = 0
 seen = set()
 while True:
-    checkpoint.save(path, {"version": 0})
-    checkpoint.save(path, {"version": 1})
+    checkpoint.save(path, {"version": 0, **PARTS})
+    checkpoint.save(path, {"version": 1, **PARTS})
     pid = os.fork()
     if pid == 0:
         save_and_die(killed + 1)
@@ -333,8 +283,9 @@ def test_killed_at_each_file_operation(tmp_path):
 KILL_AT_ANY_TIME = """
 import os, pathlib, random, signal, sys, time, torch
 from torchbeast.runs import checkpoint
+PARTS = {"model_state_dict": {}, "flags": {}}
 path = pathlib.Path(sys.argv[1]) / "model.tar"
-checkpoint.save(path, {"version": 0, "w": torch.zeros(100_000)})
+checkpoint.save(path, {"version": 0, "w": torch.zeros(100_000), **PARTS})
 for kill in range(12):
     start = checkpoint.load(path)["version"]
     reader, writer = os.pipe()
@@ -342,7 +293,7 @@ for kill in range(12):
     if pid == 0:
         for version in range(start + 1, start + 10_000):
             w = torch.full((100_000,), float(version))
-            checkpoint.save(path, {"version": version, "w": w})
+            checkpoint.save(path, {"version": version, "w": w, **PARTS})
             os.write(writer, b".")
         os._exit(1)
     saved = len(os.read(reader, 1))  # It is saving the next one now.

@@ -64,7 +64,7 @@ def test_actor_is_killed(start):
     assert entry["error"].startswith(
         f"ProcessError: actor 1 (pid {pid}) died by signal"
     )
-    assert (entry["exit_status"], entry["signal"]) == (1, None)
+    assert entry["exit_status"] == 1
 
 
 def test_actor_is_stopped(start):
@@ -233,15 +233,14 @@ def test_learner_is_killed_before_its_first_checkpoint(start):
     second.process.send_signal(signal.SIGINT)
     second.wait_for_end(130)
     second.assert_no_error()
-    assert "] 0 of " in second.console  # lines of logs.csv are kept
     saved = second.assert_files()
     rows = runs.read_logs(second.savedir, second.xpid)
     assert [int(row["_tick"]) for row in rows] == list(range(len(rows)))
     assert int(rows[0]["step"]) == 2 * 50
     killed, ended = json.loads((second.path / "meta.json").read_text())["starts"]
     assert killed["date_start"]
-    assert killed["date_end"] is killed["exit_status"] is killed["signal"] is None
-    assert (ended["exit_status"], ended["signal"]) == (130, "SIGINT")
+    assert killed["date_end"] is killed["exit_status"] is None
+    assert ended["exit_status"] == 130
     assert ended["error"] is None
     assert ended["last_step"] == saved["stats"]["step"]
 
@@ -522,7 +521,7 @@ def test_checkpoint_is_truncated(start, stopped_run, tmp_path):
     run = start()
     run.wait_for_end(1)
     run.assert_error(
-        *("CheckpointError: Cannot load", "it is truncated", "cp ", "is good"),
+        *("CheckpointError: Cannot load", "copy ", "model.previous.tar to model.tar"),
         begun=False,
     )
     assert (path / "model.tar").read_bytes() == half

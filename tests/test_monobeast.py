@@ -165,14 +165,14 @@ def test_a_run_goes_on_where_it_was(savedir):
     assert float(rows[60]["learning_rate"]) == pytest.approx(0.0003 * (1 - 600 / 900))
 
     first, second = json.loads((savedir / "a" / "meta.json").read_text())["starts"]
-    assert first["flags"] == {**second["flags"], "total_steps": 600} | {
+    assert first["args"] == {**second["args"], "total_steps": 600} | {
         "learning_rate": 0.001
     }
     assert (first["first_step"], first["last_step"]) == (0, 600)
     assert (second["first_step"], second["last_step"]) == (600, 900)
-    assert second["flags"]["env"] == "CartPole-v1"
+    assert second["args"]["env"] == "CartPole-v1"
     assert second["exit_status"] == 0
-    assert second["signal"] is second["error"] is None
+    assert second["error"] is None
 
 
 def test_flags_that_a_checkpoint_lacks_has_or_can_not_have(savedir):

@@ -255,7 +255,7 @@ class Slurm:
     def assert_saved(self, xpid):
         """The last start has saved after its last update."""
         start = self.starts(xpid)[-1]
-        assert start["signal"] == "SIGTERM", start
+        assert start["exit_status"] == 143, start
         assert start["last_step"] == int(self.rows(xpid)[-1]["step"])
         return start["last_step"]
 

@@ -229,7 +229,7 @@ def test_a_stopped_study_lets_its_run_save(tmp_path, number):
         runs.kill_started()
     assert process.returncode != 0
     meta = json.loads((tmp_path / "one-1" / "meta.json").read_text())
-    assert meta["starts"][-1]["signal"] == "SIGTERM"
+    assert meta["starts"][-1]["exit_status"] == 143
     assert (tmp_path / "one-1" / "model.tar").exists()
 
 

@@ -94,7 +94,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, tmp_path_factory, monkeypatch):
     steps = {}
     for xpid in ("x-1", "x-2"):
         end = read_meta(tmp_path / xpid)["starts"][-1]
-        assert (end["exit_status"], end["signal"]) == (130, "SIGINT")
+        assert end["exit_status"] == 130
         steps[xpid] = end["last_step"]
         assert 0 < steps[xpid] < 6_000
     slow.unlink()
@@ -166,7 +166,7 @@ def test_a_killed_sweep_leaves_nothing(tmp_path):
         runs.finish(process)
         wait_for_no_process(process)
     end = read_meta(tmp_path / "sweep-1")["starts"][-1]
-    assert (end["exit_status"], end["signal"]) == (143, "SIGTERM")
+    assert end["exit_status"] == 143
     assert end["last_step"] > 0
     assert (tmp_path / "sweep-1" / "model.tar").exists()
 

@@ -538,7 +538,6 @@ def begin(typed: Typed, resolve_layout: Callable[[Flags], Flags]) -> Iterator[St
 
         def load() -> tuple[dict[str, Any], Flags]:
             saved = checkpoint.load(path)
-            checkpoint.check(saved, path)
             return saved, merge_saved(typed, saved, path, notes)
 
         if not flags.disable_checkpoint:
