@@ -36,9 +36,7 @@ def find(place: str | os.PathLike[str], savedir: str = "") -> pathlib.Path:
     return path / "model.tar" if path.is_dir() else path
 
 
-def save(
-    path: pathlib.Path, state: dict[str, Any], keep_previous: bool = True
-) -> None:
+def save(path: pathlib.Path, state: dict[str, Any], keep_previous: bool = True) -> None:
     """Writes tensors and plain values; keeps the content before as the previous one.
 
     At every moment `path` is the complete old or the complete new checkpoint.
