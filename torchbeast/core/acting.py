@@ -14,7 +14,6 @@ from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.rollout import State
-from torchbeast.envs.values import describe
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any
@@ -92,22 +91,23 @@ def act_step(
     return outputs, next_state
 
 
-def _fault(result: Any, state: State, num_logits: int) -> str:
-    """What is wrong with a result of forward(); "" if nothing is."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not isinstance(result[0], dict):
-        return f"{describe(result)}; it must be a tuple of two: outputs (a dict), state"
+def check_result(result: Any, state: State, num_logits: int) -> None:
+    """Raises ModelError unless forward() of T = B = 1 returned (outputs, state)."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ModelError("forward() of the model must return a tuple of two")
     outputs, after = result
     for name in sorted({"policy_logits", "baseline", *outputs}):
         wanted = [1, 1, *([num_logits] if name == "policy_logits" else [])]
         for x in flatten(outputs.get(name)):
-            shape = list(getattr(x, "shape", ()))
-            if (name, shape) == ("baseline", [1, 1, 1]):
-                return f"baseline {shape}; of one value its shape must be [1, 1]"
-            if shape[: len(wanted)] != wanted:
-                return f"{name} {shape or describe(x)}; its shape must begin {wanted}"
+            found = list(getattr(x, "shape", ()))
+            if found[: len(wanted)] != wanted:
+                raise ModelError(
+                    f"for T = B = 1, forward() of the model returned {name} {found}; "
+                    f"its shape must begin {wanted}"
+                )
     old, new = ([list(x.shape) for x in flatten(y)] for y in (state, after))
-    return f"a state {new}; initial_state() has {old}" if old != new else ""
+    if old != new:
+        raise ModelError(f"forward() made a state {new}; initial_state() has {old}")
 
 
 @torch.inference_mode()
@@ -128,14 +128,13 @@ def row_spec(model: Net) -> dict[str, Nested]:
     row = map_nested(lambda x: x.to(device), rollout.example_rows(*spaces))
     state = model.initial_state(1)
     result = model(rollout.show_final_fields(row), state, acting=True)
-    if fault := _fault(result, state, model.distribution.num_logits):
-        raise ModelError(f"for T = B = 1, forward() of the model returned {fault}")
+    check_result(result, state, model.distribution.num_logits)
     outputs, _ = act_step(model, row, state, model.distribution.mode)
     model.train(was_training)
     if twice := sorted(environment.keys() & outputs.keys()):
         raise ModelError(
-            f"the model outputs {', '.join(twice)} while acting, and the environment "
-            "has a field of this name: rename the output, or leave it out if acting"
+            f"the model outputs {', '.join(twice)} while acting, a name of a field of "
+            "the environment: rename the output, or leave it out if acting"
         )
     agent = map_nested(lambda x: rollout.Spec(tuple(x.shape[2:]), x.dtype), outputs)
     return environment | agent

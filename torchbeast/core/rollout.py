@@ -4,10 +4,10 @@ A rollout of one environment has T + 1 rows, where T is the unroll length. Row 0
 last row of the previous rollout. A row joins the output of the environment with the
 output of the agent for it:
 
-    environment   observation, reward, done, truncated, episode_return, episode_step,
-                  game_return, game_step, game_over, last_action, EXTRA_FIELDS
+    environment   observation, last_action, FIELDS, and the EXTRA_FIELDS of a fork;
+                  see envs/extra_fields.py
     agent         action, truncation_value, policy_version, and all that the model
-                  outputs while acting: policy_logits, baseline
+                  outputs while acting: policy_logits, baseline; see acting.act_step
 
 If done[t], row t is the first of a new episode, and reward[t] and the returns belong to
 the last episode. If truncated[t], truncation_value[t] is the agent's value of that
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from mmap import PAGESIZE
 from typing import Any
@@ -27,16 +28,15 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.base import devices
-from torchbeast.base.errors import FlagError, UserError
-from torchbeast.base.hardware import free_memory, memory_limit
+from torchbeast.base.errors import UserError
+from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.envs.action_masks import agent_is_present
-from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, final_name
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, final_name
 from torchbeast.envs.values import FrameStack, parts_of
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
-MOST_FILES = 240  # of the 251 that Python's fork server sends to a new process
 
 # Models compute in float32, and torch can't index with wide unsigned integers.
 STORED_AS = {
@@ -49,8 +49,7 @@ STORED_AS = {
 # Fields of row t that are results of the step that led to row t. The others belong to
 # the step from row t: what the agent saw and did.
 RESULTS = {
-    *("reward", "done", "truncated", "truncation_value", "last_action"),
-    *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
+    *(*FIELDS, "last_action", "truncation_value"),
     *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
 }
 # Fields that a replay adds to a batch, see extras/replay/mixer.py.
@@ -94,18 +93,10 @@ def env_fields(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of the fields that come from the environment."""
-    check_names()
     return {
         "observation": observation_spec(observation_space),
-        "reward": Spec((), torch.float32),
-        "done": Spec((), torch.bool),
-        "truncated": Spec((), torch.bool),
-        "episode_return": Spec((), torch.float32),
-        "episode_step": Spec((), torch.int64),
-        "game_return": Spec((), torch.float32),
-        "game_step": Spec((), torch.int64),
-        "game_over": Spec((), torch.bool),
         "last_action": Spec(distribution.action_shape, distribution.action_dtype),
+        **{name: Spec((), to_torch_dtype(dtype)) for name, dtype in FIELDS.items()},
         **{
             name: Spec(tuple(field.shape), to_torch_dtype(field.dtype))
             for name, field in EXTRA_FIELDS.items()
@@ -171,32 +162,17 @@ def create_buffers(
     Raises:
       SharedMemoryError: less shared memory, or memory, is free than the buffers need.
     """
-    if (count := len(flatten(spec))) > MOST_FILES:
-        raise SharedMemoryError(
-            f"{what} have {count:,} arrays, and a process can get {MOST_FILES}: join "
-            "parts of the observation (gymnasium.wrappers.FlattenObservation), or use "
-            "torchbeast.polybeast"
-        )
     # Each tensor is one file, made of whole pages.
-    needed = sum(
-        PAGESIZE
-        * math.ceil(math.prod((*leading, *s.shape, s.dtype.itemsize)) / PAGESIZE)
-        for s in flatten(spec)
-    )
+    sizes = [math.prod((*leading, *s.shape, s.dtype.itemsize)) for s in flatten(spec)]
+    needed = sum(math.ceil(size / PAGESIZE) * PAGESIZE for size in sizes)
+    places = [(free_memory(), "this process")]
     if os.path.isdir(SHARED_MEMORY):
-        stat = os.statvfs(SHARED_MEMORY)
-        free = stat.f_bavail * stat.f_frsize
-        if needed > free:
-            raise SharedMemoryError(
-                f"{what} need {needed / 2**20:,.1f} MiB of shared memory, but "
-                f"{SHARED_MEMORY} has {free / 2**20:,.1f} MiB free. Enlarge it "
-                f"(mount -o remount,size=... {SHARED_MEMORY}; in Docker --shm-size) or "
-                f"{lower}"
-            )
-    if needed > (free := free_memory()):
+        places.append((shutil.disk_usage(SHARED_MEMORY).free, SHARED_MEMORY))
+    free, place = min(places)
+    if needed > free:
         raise SharedMemoryError(
-            f"{what} need {needed / 2**20:,.1f} MiB of memory, but this process can "
-            f"get only {free / 2**20:,.1f} MiB: {lower}"
+            f"{what} need {needed / 2**20:,.1f} MiB, but {place} has "
+            f"{free / 2**20:,.1f} MiB free (in Docker see --shm-size): {lower}"
         )
 
     def create(s: Spec) -> torch.Tensor:
@@ -209,27 +185,6 @@ def step_counters(count: int) -> torch.Tensor:
     """[count] int64 zeros in shared memory, for StepWatch."""
     spec = Spec((), torch.int64)
     return create_buffers(spec, (count,), "step counters", "free some")
-
-
-def check_batch(flags: Any, spec: dict[str, Nested]) -> None:
-    """Raises FlagError if a batch, and the rollouts that wait for it, don't fit.
-
-    Args:
-      flags: batch_size, unroll_length, replay_ratio; max_learner_queue_size, if any.
-      spec: the fields of a row.
-    """
-    row = sum(math.prod((*s.shape, s.dtype.itemsize)) for s in flatten(spec))
-    waiting = getattr(flags, "max_learner_queue_size", None) or 0
-    count = flags.batch_size * (1 + flags.replay_ratio) + waiting
-    needed, most = count * row * (flags.unroll_length + 1), memory_limit()
-    if needed > most:
-        raise FlagError(
-            f"a batch of --batch_size {flags.batch_size:,} rollouts"
-            + (f", --replay_ratio {flags.replay_ratio:g}" if flags.replay_ratio else "")
-            + (f", --max_learner_queue_size {waiting:,}" if waiting else "")
-            + f" and --unroll_length {flags.unroll_length:,} needs {needed / 1e9:,.3g} "
-            f"GB, but this process may use {most / 1e9:,.3g} GB: lower one of them"
-        )
 
 
 def valid_steps(batch: dict[str, Nested]) -> torch.Tensor:

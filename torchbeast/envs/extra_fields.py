@@ -1,4 +1,4 @@
-"""Fields that a fork adds to every row, taken from the environment's info."""
+"""The fields of a row that come from the environment; a fork adds EXTRA_FIELDS."""
 
 import dataclasses
 from typing import Any, Literal
@@ -29,10 +29,18 @@ class ExtraField:
     dtype: Any  # NumPy's
     of: Literal["step", "observation"]
 
-    def __post_init__(self) -> None:
-        if self.of not in ("step", "observation"):
-            raise ValueError(f'of must be "step" or "observation", got {self.of!r}')
 
+# What each environment's row has besides, results of the step that led to the row.
+FIELDS: dict[str, Any] = {
+    "reward": np.float32,
+    "done": np.bool_,
+    "truncated": np.bool_,
+    "episode_return": np.float32,
+    "episode_step": np.int64,
+    "game_return": np.float32,
+    "game_step": np.int64,
+    "game_over": np.bool_,
+}
 
 # Declare fields here and nowhere else. A field is zero if the info lacks it. Examples:
 # {"lives": ExtraField((), np.int64, of="step")}
@@ -45,42 +53,19 @@ def final_name(name: str) -> str:
     return f"final_{name}"
 
 
-# The names of a row's other fields, and of those that a batch has besides.
-TAKEN = frozenset(
-    {
-        *("observation", "reward", "done", "truncated", "last_action"),
-        *("episode_return", "episode_step", "game_return", "game_step", "game_over"),
-        *("action", "policy_logits", "baseline", "truncation_value", "policy_version"),
-        *("valid", "replayed", "intrinsic_reward", "intrinsic_discount"),
-    }
-)
-
-
 def check_names() -> None:
     """Raises InvalidEnvironmentError if a name of EXTRA_FIELDS is taken."""
-    finals = {final_name(name) for name in EXTRA_FIELDS}
-    if wrong := sorted(EXTRA_FIELDS.keys() & (TAKEN | finals)):
+    if taken := sorted(EXTRA_FIELDS.keys() & {"observation", "last_action", *FIELDS}):
         raise InvalidEnvironmentError(
-            f"EXTRA_FIELDS declares {', '.join(wrong)}, which another field of a row "
-            f"is named. These names are taken: {', '.join(sorted(TAKEN | finals))}. "
-            "Give the value another name in the environment's info and in EXTRA_FIELDS"
+            f"EXTRA_FIELDS declares {', '.join(taken)}, which every row has already"
         )
-
-
-def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
-    """EXTRA_FIELDS of one environment's info. Raises InvalidEnvironmentError."""
-    selected = {}
-    for name, field in EXTRA_FIELDS.items():
-        if name in info:
-            selected[name] = as_declared(name, info[name], field.shape)
-    return selected
 
 
 def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The value as EXTRA_FIELDS declares it. Raises InvalidEnvironmentError."""
     array, dtype = np.asarray(seen), np.dtype(EXTRA_FIELDS[name].dtype)
-    if array.dtype.hasobject and array.ndim:  # so Gymnasium gives np.bool_
-        array = np.array(array.tolist())
+    if array.dtype.hasobject:  # so Gymnasium gives np.bool_
+        array = np.asarray(array.tolist())
     value = array.astype(dtype if array.dtype.kind in "biuf" else "O")
     keeps = value.dtype.kind == "f" or (value == array).all()
     if array.shape != shape or value.dtype != dtype or not keeps:
@@ -89,6 +74,12 @@ def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
             f"{EXTRA_FIELDS[name].shape}, but info holds {seen!r:.80}"
         )
     return value
+
+
+def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
+    """EXTRA_FIELDS of one environment's info. Raises InvalidEnvironmentError."""
+    there = [name for name in EXTRA_FIELDS if name in info]
+    return {k: as_declared(k, info[k], EXTRA_FIELDS[k].shape) for k in there}
 
 
 def make_fields(
@@ -110,16 +101,10 @@ def make_fields(
 def gather(name: str, *sources: tuple[dict[str, Any], np.ndarray]) -> np.ndarray:
     """Joins values [E, ...] from infos, each with a mask [E] of the valid ones."""
     field = EXTRA_FIELDS[name]
-    num_envs = len(sources[0][1])
-    values = np.zeros((num_envs, *field.shape), field.dtype)
+    values = np.zeros((len(sources[0][1]), *field.shape), field.dtype)
     for infos, valid in sources:
         # infos["_name"] is Gymnasium's mask of the environments that gave `name`.
         if name in infos and (valid := valid & infos.get(f"_{name}", True)).any():
-            given = np.asarray(infos[name])
-            if given.shape[:1] != valid.shape:
-                raise InvalidEnvironmentError(
-                    f"EXTRA_FIELDS declares {name!r}, so info must hold a value for "
-                    f"each of {num_envs} environments, not {infos[name]!r:.80}"
-                )
-            values[valid] = as_declared(name, given[valid], values[valid].shape)
+            given = np.asarray(infos[name])[valid]
+            values[valid] = as_declared(name, given, values[valid].shape)
     return values

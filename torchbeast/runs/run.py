@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from torchbeast.base import errors, parts, ranks
-from torchbeast.core import finite, rollout
+from torchbeast.core import finite
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.extras import code as code_record
@@ -81,7 +81,6 @@ class Run:
     def __init__(self, start: Start, learner: Any) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed, self.folder = start.saved is not None, start.folder.path
-        rollout.check_batch(self.flags, learner.row_spec)
         if start.saved:
             learner.load_state_dict(start.saved)
         elif self.flags.init_from and not ranks.rank():

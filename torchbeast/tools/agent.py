@@ -145,7 +145,7 @@ class Agent:
             "last_action": state.last_action[0].numpy(),
         }
         for name, field in EXTRA_FIELDS.items():
-            value = given.get(name, np.zeros(field.shape))
+            value = given.get(name, np.zeros(field.shape, field.dtype))
             value = as_declared(name, value, np.shape(value))
             row[name] = _fill(name, value, n, field.dtype, field.shape)
         sample = functools.partial(kind.sample, generator=self.generator)
