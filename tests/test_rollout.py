@@ -16,7 +16,6 @@ from torchbeast.core.acting import row_spec
 from torchbeast.core.rollout import SharedMemoryError, Spec
 from torchbeast.envs import extra_fields
 from torchbeast.envs.extra_fields import ExtraField
-from torchbeast.envs.values import InvalidEnvironmentError
 from torchbeast.model import Net
 
 T, B, A = 5, 3, 7
@@ -240,7 +239,7 @@ def test_buffers_have_slots_and_rows_and_are_zero():
     assert buffers["done"].dtype == torch.bool
     assert isinstance(buffers["observation"]["body"], tuple)
     leaves = flatten(buffers)
-    assert len(leaves) == 5 + 9 + 3 + 3
+    assert len(leaves) == 5 + 8 + 3 + 3
     assert all(x.is_shared() for x in leaves)
     assert not any(x.any() for x in leaves)
 
