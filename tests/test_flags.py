@@ -427,7 +427,6 @@ def test_resolving_twice_changes_nothing():
         ("--envs_per_actor 0", ["--envs_per_actor", "at least 1", "got 0"]),
         ("--num_threads 0", ["--num_learner_threads", "at least 1", "got 0"]),
         ("--torch_threads 0", ["--torch_threads", "at least 1", "got 0"]),
-        ("--video run.mp4", ["--video run.mp4", "records a test", "--mode test"]),
         (
             "--num_actors 3 --envs_per_actor 2 --batch_size 4 --num_buffers 5",
             ["--num_buffers 5", "3 actors", "2 environments", "at least 6"],

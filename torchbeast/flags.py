@@ -240,12 +240,12 @@ class Replay(Group):
 
 class Test(Group):
     title = "test"
-    num_test_episodes: int = flag(10, "games to play", COUNT, START)
+    num_test_episodes: int = flag(10,
+        "games to play, at most --num_actors times --envs_per_actor at once", COUNT,
+        START)
     checkpoint: str = flag("model.tar",
         "file in the folder of the run, such as model.best.tar", START)
     greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
-    video: str | None = flag(None, "record the test to this .mp4 file, and to --wandb",
-        START)
 
 
 class MonoBeast(Group):

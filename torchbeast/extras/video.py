@@ -1,25 +1,38 @@
-"""Recording games to a video file."""
+"""--video: records games to a file."""
 
 import contextlib
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import START, Group, flag
 from torchbeast.envs.values import describe
 
 log = logging.getLogger(__name__)
 
 
-def has_display() -> bool:
-    """Whether a window can be opened."""
-    names = ("DISPLAY", "WAYLAND_DISPLAY")
-    return sys.platform != "linux" or any(os.environ.get(name) for name in names)
+class Flags(Group):
+    title = "video"
+    video: str | None = flag(
+        None, "record the test to this .mp4 file, and to --wandb", START
+    )
+
+
+def attach(run: Any) -> None:
+    if run.flags.video:
+        raise FlagError(
+            f"--video {run.flags.video} records a test, not training: add --mode test"
+        )
+
+
+def tested(flags: Any, folder: Any, step: int | None) -> None:
+    if flags.video:
+        log.info("Video in %s", flags.video)
 
 
 def picture(rendered: Any, env: str) -> np.ndarray:
@@ -49,19 +62,21 @@ class Video:
     FRAMES_PER_SECOND = 15
     LEAST_PIXELS = 100  # of height and width; a smaller frame is enlarged
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, env: str = "") -> None:
+        self.env = env  # for messages
         self.path = os.path.abspath(path)  # environments may change the directory
         self.size: tuple[int, int] | None = None  # height and width, of the first frame
         self._scaled = False
         self._write: Callable[[np.ndarray], Any]
         self.close: Callable[[], Any] = lambda: None  # completes the file
 
-    def add(self, frame: np.ndarray) -> None:
+    def add(self, rendered: Any) -> None:
         """Adds a frame [H, W, 3], RGB, from 0 to 255; or of floats from 0 to 1.
 
         Raises:
-          FlagError: the file can't be written.
+          FlagError: it is no picture, or the file can't be written.
         """
+        frame = picture(rendered, self.env)
         scale = 255 if frame.dtype.kind == "f" and frame.max() <= 1 else 1
         frame = np.rint(np.clip(frame * scale, 0, 255)).astype(np.uint8)
         times = math.ceil(self.LEAST_PIXELS / min(frame.shape[:2]))  # for small grids

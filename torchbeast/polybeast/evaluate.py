@@ -23,11 +23,17 @@ from torchbeast.core.acting import act_step
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net
-from torchbeast.play.evaluate import TEST_STREAM, Game, Games, Play
+from torchbeast.play.evaluate import (
+    TEST_STREAM,
+    Game,
+    Games,
+    Play,
+    load_model,
+    video_file,
+)
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.polybeast.security import choose_side
 from torchbeast.polybeast.streams import StreamGroup, as_stored
-from torchbeast.tools.agent import load_model
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +108,7 @@ def play_on_servers(
       FlagError, TransportError, RuntimeError: no server can be used, or the last one
         was lost for --connect_timeout seconds.
     """
-    if flags.video or flags.mode == "test_render":
+    if video_file(flags) or flags.mode == "test_render":
         raise FlagError(
             "servers can't show their games: leave out --server_addresses and "
             "--listen, on a machine that has the environment"

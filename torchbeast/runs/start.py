@@ -331,10 +331,6 @@ def resolve(flags: Flags) -> Flags:
             f"{flags.total_steps:,}: the run would end after one update. Raise "
             "--total_steps or make the batch smaller"
         )
-    if flags.mode == "train" and flags.video:
-        raise FlagError(
-            f"--video {flags.video} records a test, not training: add --mode test"
-        )
     if flags.torch_threads is None:
         learners = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # torchrun's
         # Half of the cores are for the actors.

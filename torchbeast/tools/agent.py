@@ -29,7 +29,7 @@ import torch
 
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
+from torchbeast.core.acting import Choose, act_step, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
@@ -44,7 +44,8 @@ from torchbeast.envs.values import (
 )
 from torchbeast.flags import TRAINING, Flags
 from torchbeast.local.actors import TorchSettings
-from torchbeast.model import CHOICES, Net, make_model
+from torchbeast.model import CHOICES, Net
+from torchbeast.play.evaluate import load_model
 from torchbeast.runs import checkpoint, start, trust
 
 
@@ -199,24 +200,6 @@ def _fill(
             f"{[n, *shape]} with one for each observation"
         )
     return np.broadcast_to(array, (n, *shape)).copy()
-
-
-def load_model(
-    flags: Flags,
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    weights: dict[str, torch.Tensor],
-) -> Net:
-    """A model with the weights of a checkpoint, ready to act on the CPU.
-
-    Raises:
-      CheckpointError: the weights don't fit.
-    """
-    cpu = torch.device("cpu")
-    model = make_model(flags, observation_space, action_space, cpu)
-    checkpoint.check_fit(weights, model)
-    model.load_state_dict(weights)
-    return prepare_to_act(model)
 
 
 def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
