@@ -29,7 +29,6 @@ from torchbeast.base.flag import (
     SHARE,
     START,
     STEPS,
-    STEPS_OR_0,
     TUNE,
     Flag,
     Group,
@@ -74,10 +73,6 @@ class Run(Group):
     disable_checkpoint: bool = flag(False, "neither save nor load a checkpoint", START)
     checkpoint_interval: float = flag(600.0, "seconds between checkpoints",
         AT_LEAST_0_OR_INF, FREE)
-    eval_interval: int = flag(0,
-        "steps between evaluations in a process beside the training; 0: none",
-        STEPS_OR_0, FREE)
-    eval_episodes: int = flag(10, "games of an evaluation", COUNT, FREE)
     suppress_logs: bool = flag(False, "print warnings and errors only", START)
     episodes_for_avg: int = flag(100, "games in the mean return that is printed", COUNT,
         FREE)

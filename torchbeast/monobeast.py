@@ -50,7 +50,6 @@ from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
 from torchbeast.extras import order
-from torchbeast.extras.evaluator import Evaluator
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.local import serial
@@ -270,9 +269,7 @@ class LearnerThreads:
             self.waiting.put(None)
 
 
-def at_once(
-    run: Run, actors: Any, evaluator: Evaluator, learn_from: Callable[..., None]
-) -> None:
+def at_once(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
     """Actors act while the learner learns: a batch has the slots that are filled first.
 
     The cycle of a slot: free -> an actor fills it, with the newest weights -> filled
@@ -290,7 +287,6 @@ def at_once(
     count = 0 if flags.serial else flags.num_learner_threads
     learning = LearnerThreads(run, count, lambda *x: learn_from(*x, give_back))
     while run.going():
-        evaluator.poll()
         if run.save_is_due():
             run.save()
         while actors.idle and len(free) >= E:
@@ -302,9 +298,7 @@ def at_once(
         run.show(len(filled) + learning.waiting.qsize() * B, actors.num_steps())
 
 
-def in_rounds(
-    run: Run, actors: Any, evaluator: Evaluator, learn_from: Callable[..., None]
-) -> None:
+def in_rounds(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
     """--sync: each actor fills its own slots, then the learner learns from all of them.
 
     The run can be saved, and end, only between two rounds.
@@ -333,7 +327,6 @@ def in_rounds(
 
     learning = LearnerThreads(run, 0 if flags.serial else 1, learn_from_batch)
     while run.going():
-        evaluator.poll()
         if ranks.of_first(run.save_is_due):
             save()
         for i in range(A):
@@ -390,10 +383,8 @@ def train(start: Start) -> int:
         run.stack.callback(actors.close)
         # Without --record and --repeat these are the actors and weights.publish.
         actors, publish = order.keep(run, actors, buffers, weights)
-        evaluator = Evaluator(run)
         loop = in_rounds if flags.sync else at_once
-        loop(run, actors, evaluator, learn_from)
-        evaluator.finish()
+        loop(run, actors, learn_from)
     return run.exit_status
 
 

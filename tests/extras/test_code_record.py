@@ -18,7 +18,7 @@ sys.path[:0] = [checkout, *parts]
 from torchbeast.extras import code as code_record
 assert code_record.__file__.startswith(checkout), code_record.__file__
 flags = argparse.Namespace(env="mine.games:Game", wrapper="numpy:two, wraps:one")
-names = code_record.record(pathlib.Path(folder), flags)
+names = code_record.Code(pathlib.Path(folder), flags).about()
 loaded = {"mine", "wraps", "torch"} & sys.modules.keys()
 print(json.dumps([names, sorted(loaded)]))
 """

@@ -151,10 +151,6 @@ def test_a_resumed_run_knows_the_best(tmp_path):
     runs.run(tmp_path, "a", total_steps=12000)
     assert results(tmp_path)[-1][0] == 12000  # the final weights
     assert path.read_bytes() == before
-    # Results of other games don't compare.
-    output = runs.run(tmp_path, "a", total_steps=13000, eval_episodes=2)
-    assert "model.best.tar does not count: it was found with another" in output
-    assert load(path)["stats"]["eval_return"] < 1e9
 
 
 @pytest.mark.timeout(400)
@@ -246,7 +242,6 @@ def test_what_is_of_steps_that_were_cut_off_is_removed(tmp_path):
     best = load(folder / "model.best.tar")
     best["stats"] |= {"step": 600, "eval_return": 1e9}
     torch.save(best, folder / "model.best.tar")
-    output = runs.run(tmp_path, "a", total_steps=600)
-    assert "model.best.tar is removed: it is of a later step" in output
+    runs.run(tmp_path, "a", total_steps=600)
     found = load(folder / "model.best.tar")["stats"]
     assert found["eval_return"] == max(value for _, value in results(tmp_path)) < 1e9

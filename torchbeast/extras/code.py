@@ -37,20 +37,29 @@ MAX_BYTES = 5_000_000  # of code.patch, and of sources
 MAX_SECONDS = 5.0  # to find the sources
 
 
-def record(folder: pathlib.Path, flags: Any) -> dict[str, str | None]:
-    """Writes the files; returns their names for meta.json, None for what is missing.
+def attach(run: Any) -> Code:
+    return Code(run.folder, run.flags)
 
-    Raises:
-      RunFileError: a file can't be written.
-    """
-    patch, checkout = _changes()
-    named = ",".join(getattr(flags, name, None) or "" for name in CODE_FLAGS)
-    sources = _sources(named, checkout)
-    with writing(folder):
-        return {
-            "code_patch": _keep(folder, "code{}.patch", {"": patch} if patch else {}),
-            "sources": _keep(folder, "sources{}", sources),
-        }
+
+class Code:
+    def __init__(self, folder: pathlib.Path, flags: Any) -> None:
+        self.folder, self.flags = folder, flags
+
+    def about(self) -> dict[str, str | None]:
+        """Writes the files; returns their names for meta.json, or None.
+
+        Raises:
+          RunFileError: a file can't be written.
+        """
+        patch, checkout = _changes()
+        named = ",".join(getattr(self.flags, name, None) or "" for name in CODE_FLAGS)
+        sources = _sources(named, checkout)
+        files = {"": patch} if patch else {}
+        with writing(self.folder):
+            return {
+                "code_patch": _keep(self.folder, "code{}.patch", files),
+                "sources": _keep(self.folder, "sources{}", sources),
+            }
 
 
 def _keep(

@@ -52,7 +52,8 @@ OF_ENVIRONMENTS = {"observation", *rollout.RESULTS, *EXTRA_FIELDS} - {
     *("last_action", "truncation_value")
 }
 LARGE = 2**16  # bytes of a rollout's field
-NOT_COMPARED = {"_tick", "_time", "sps", *files.EVAL_COLUMNS}  # columns of logs.csv
+# Columns of logs.csv.
+NOT_COMPARED = {"_tick", "_time", "sps", "eval_step", "eval_return", "eval_length"}
 # Flags that name what the recorded run itself uses.
 OF_THE_RUN = {"record", "mirror", "wandb", "tensorboard", "replay_file"}
 

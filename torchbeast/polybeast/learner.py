@@ -38,7 +38,6 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step
 from torchbeast.extras import record
-from torchbeast.extras.evaluator import Evaluator
 from torchbeast.extras.explorer.method import find_method
 from torchbeast.extras.replay.episodes import ReplayError
 from torchbeast.flags import Flags
@@ -259,16 +258,13 @@ def train(
         for i in range(1 if flags.sync else flags.num_learner_threads):
             work = functools.partial(loop, run, streams)
             run.start_thread(f"learner-{i}", work)
-        evaluator = Evaluator(run)
         while run.going():
-            evaluator.poll()
             if run.save_is_due():
                 run.save()
             connection.wait([run.wake_reader], 1.0)
             if not run.stop_requested():  # servers may have got the signal, too
                 check_servers()
             streams.report()
-        evaluator.finish()
     return run.exit_status
 
 

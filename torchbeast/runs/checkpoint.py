@@ -20,8 +20,6 @@ from torchbeast.runs.files import atomic_write
 
 log = logging.getLogger(__name__)
 
-BEST = "model.best.tar"  # see evaluator.py
-
 
 def previous_path(path: pathlib.Path) -> pathlib.Path:
     """The path of the previous checkpoint: model.tar → model.previous.tar."""
@@ -195,28 +193,3 @@ def copy(path: pathlib.Path, target: pathlib.Path) -> None:
     """Copies a file, atomically."""
     with path.open("rb") as source, atomic_write(target) as file:
         shutil.copyfileobj(source, file)
-
-
-# --- The best checkpoint --------------------------------------------------------------
-
-
-def remove_later(path: pathlib.Path, step: int) -> None:
-    """Removes the best checkpoint if it is of a later step than model.tar.
-
-    A run that was killed repeats these steps, and other weights follow from them.
-    """
-    best = path.with_name(BEST)
-    if best.exists() and (found := best_result(best)) and found[0] > step:
-        log.warning("%s is removed: it is of a later step.", best.name)
-        best.unlink(missing_ok=True)
-
-
-def best_result(path: pathlib.Path) -> tuple[int, float, dict[str, Any]] | None:
-    """Step, return and flags of the best checkpoint; None if it can't be used."""
-    try:
-        state = load(path)
-        stats = state["stats"]
-        return int(stats["step"]), float(stats["eval_return"]), dict(state["flags"])
-    except Exception as error:
-        log.warning("%s is not used: %s", path, error)
-        return None

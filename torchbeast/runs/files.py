@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 SLURM = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-# Columns about an evaluation of the weights of `eval_step`, see evaluator.py.
-EVAL_COLUMNS = ("eval_step", "eval_return", "eval_length")
 ERROR_LENGTH = 1000  # characters of an error in meta.json; out.log has all of them
 
 

@@ -28,7 +28,6 @@ from torchbeast.base import errors, parts, ranks
 from torchbeast.core import finite
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
-from torchbeast.extras import code as code_record
 from torchbeast.extras import record
 from torchbeast.extras.replay import memory as replay_memory
 from torchbeast.procs import processes
@@ -74,7 +73,6 @@ class Run:
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
       last_step: at which the run ends: --total_steps, or see order.py.
-      interrupted: a stop signal has cut off the work after the last update.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
@@ -98,9 +96,7 @@ class Run:
         self.shares: dict[str, Any] = {}
         self.last_step: float = self.flags.total_steps
         self.last_words: Callable[[], None] = lambda: None  # after all log lines
-        self.interrupted, self.exit_status = False, 1
-        self._next_columns: dict[str, Any] = {}
-        self._columns_lock = threading.Lock()
+        self.exit_status = 1
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
         self.saving = self.save_soon = False
@@ -137,7 +133,6 @@ class Run:
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
-        code = code_record.record(path, flags)
         self._writer = FileWriter(
             start.folder,
             flags.as_dict(),
@@ -148,11 +143,9 @@ class Run:
                 "preset_changes": differences(flags.as_dict()),
                 "optimizer": type(self.learner.optimizer).__name__,
                 "ranks": ranks.size(),
-                **code,
+                **join_columns(*self.guests.all("about")),
             },
         )
-        if self.resumed or start.start_over:
-            checkpoint.remove_later(path / "model.tar", self.learner.step)
         record.drop_later(path, self.learner.step)
         self._wake_pipe.wake_on_signals()
         announce(start)
@@ -235,17 +228,9 @@ class Run:
             self._begun.clear()  # they go on from a bad update
             raise
 
-    def add_columns(self, columns: dict[str, Any]) -> None:
-        """Adds columns to the next row. In later rows they are empty. Thread-safe."""
-        with self._columns_lock:
-            self._next_columns |= columns
-
     def log(self, *columns: dict[str, Any]) -> None:
         """Writes a row to logs.csv. Raises ColumnError, see spread."""
-        with self._columns_lock:
-            more = self.guests.all("columns")
-            row = spread(join_columns(*columns, self._next_columns, *more))
-            self._next_columns = dict.fromkeys(self._next_columns)
+        row = spread(join_columns(*columns, *self.guests.all("columns")))
         self._writer.log(row)
         self.guests.all("row", row)
 
@@ -349,8 +334,13 @@ class Run:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         try:
             self._log_signal()
+            left = self.learner.step < self.last_step
+            if error is None and not left:
+                try:
+                    left = any(self.guests.all("finish"))
+                except BaseException as failed:
+                    error = failed
             if error is None:
-                left = self.learner.step < self.last_step or self.interrupted
                 self.exit_status = 128 + self._signal if left else 0
                 worth_saving = True
             else:

@@ -250,15 +250,12 @@ def check_effects(flags: Flags) -> None:
     for name, needs in flags.needs.items():
         if name in here and needs not in here:
             refuse(not getattr(flags, needs), f"without --{needs}", name)
-    replay, evaluations, core = (
-        getattr(flags, name) or name in here
-        for name in ("replay_ratio", "eval_interval", "use_lstm")
+    replay, core = (
+        getattr(flags, name) or name in here for name in ("replay_ratio", "use_lstm")
     )
     why = "without a replay: add --replay_ratio, for example 7"
     replays = "replay_size", "replay_file", "save_replay", "learn_start", "kl_threshold"
     refuse(not replay, why, *replays)
-    why = "without evaluations: add --eval_interval, for example 500000"
-    refuse(not evaluations, why, "eval_episodes", *["greedy"] * trains)
     why = "without a recurrent core: add --use_lstm"
     refuse(not core, why, "core", "core_size", "core_layers", "forget_bias")
     why = "without checkpoints"
@@ -274,7 +271,7 @@ def check_effects(flags: Flags) -> None:
     refuse(bool(flags.encoder), "with --encoder", "model")
     why = "in training, which resumes from model.tar: add --mode test, or "
     refuse(trains, f"{why}start another run with --init_from", "checkpoint")
-    refuse(trains, "in training, see --eval_episodes", "num_test_episodes")
+    refuse(trains, "in training", "num_test_episodes")
 
 
 def check_ranges(declared: Mapping[str, Flag], values: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.runs.files import EVAL_COLUMNS
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.saved_runs import SavedRun, find_run, printable, read_runs
 
@@ -74,7 +73,7 @@ def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
                 f"Its columns: {', '.join(run.columns) or 'none yet'}."
             )
     xs = run.wall_clock() / 3600 if x == "time" else run.columns[X_AXES[x][0]]
-    if y in EVAL_COLUMNS:  # a later row has the result, see evaluator.py
+    if y.startswith("eval_"):  # a later row has the result, see evaluator.py
         xs = np.interp(run.columns["eval_step"], run.columns["step"], xs)
     ys = run.columns[y]
     some = np.isfinite(xs) & np.isfinite(ys)
@@ -222,7 +221,7 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
     common, own = protocol.split_common(run.protocol() for run in runs)
     panels: dict[str, Sequence[Curve]] = {}
     for y in flags.y:
-        smooth = flags.smooth or (1 if y in EVAL_COLUMNS else 10)
+        smooth = flags.smooth or (1 if y.startswith("eval_") else 10)
         found = []
         for run, rest in zip(runs, own, strict=True):
             if one := curve(run, flags.x, y, smooth):
