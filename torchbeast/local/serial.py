@@ -11,7 +11,7 @@ import torch
 
 from torchbeast.base.nested import Nested
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.environment import example_environment
+from torchbeast.envs.environment import check_same_spaces, example_environment
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, make_envs
 from torchbeast.local.env_spec import EnvSpec, spec_of
@@ -30,6 +30,7 @@ class SerialActors:
         self,
         actor_class: Callable[..., Any],
         flags: Flags,
+        env_spec: EnvSpec,
         buffers: dict[str, Nested],
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
@@ -39,6 +40,7 @@ class SerialActors:
         self._slots: list[int] = []
         with torch.random.fork_rng(devices=[]):  # as if it had a process of its own
             env = make_envs(flags, 0)
+            check_same_spaces(flags.env, env_spec, env)
             self.actor = actor_class(flags, env, buffers, weights.memory)
             if saved:
                 self.actor.load_state_dict(saved[0])
