@@ -170,19 +170,6 @@ class Failing(Coded):
         raise ZeroDivisionError(f"the pole fell over at {action} über")
 
 
-class FailingToStart(Coded):
-    def __init__(self):
-        raise FileNotFoundError("no ROM here")
-
-
-class Shifty(Coded):
-    """The observation's shape changes in the middle of an episode."""
-
-    def step(self, action):
-        observation, *rest = super().step(action)
-        return observation[: 4 - self.episode], *rest
-
-
 class Counting:
     """Fast, and without an observation space."""
 
@@ -209,17 +196,7 @@ class Dying(Coded):
 
 
 ENVIRONMENTS = {
-    env.__name__: env
-    for env in (
-        Coded,
-        CodedVector,
-        OldGym,
-        Failing,
-        FailingToStart,
-        Shifty,
-        Dying,
-        Counting,
-    )
+    env.__name__: env for env in (Coded, CodedVector, OldGym, Failing, Dying, Counting)
 }
 
 

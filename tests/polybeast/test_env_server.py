@@ -371,20 +371,6 @@ def test_whatever_an_environment_raises_reaches_the_learner(error, address):
         play(address, zero)
 
 
-def test_a_learner_may_write_into_the_state_of_a_rollout(address):
-    """Other streams begin with the same state, and don't share its memory."""
-
-    def act(inputs):
-        return (torch.zeros_like(inputs[0][1], dtype=torch.int64),), inputs[1]
-
-    state = torch.zeros(2, 1, 3)
-    with serving(Env, address), Run([address] * 2, act, state) as run:
-        for _ in range(9):
-            _, state = next(run.queue)
-            assert not state.any()
-            state += 100
-
-
 def test_the_environment_is_closed_when_its_stream_ends(address):
     closed = threading.Event()
     threads = set()

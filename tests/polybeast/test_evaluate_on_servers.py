@@ -76,7 +76,7 @@ def test_the_typed_side_is_the_one(tmp_path, serve):
     result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
     assert result["num_games"] == 3
     process = start_test(tmp_path, **flags, listen="localhost:2")
-    assert "connect to them, but not both" in runs.finish(process)
+    assert "--server_addresses connects to them: give one" in runs.finish(process)
     assert process.returncode == 1
 
 
@@ -110,30 +110,6 @@ def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     assert "lost" in output
     assert result["num_games"] == 2400
     assert result["returns"] == result["lengths"]  # CartPole
-
-
-def test_an_absent_agent_begins_no_game():
-    scorer = Scorer(range(2))
-    envs = torch.zeros(2, dtype=torch.int64)
-
-    def add(present, done, over, steps):
-        row = {
-            "truncated": torch.zeros(1, 2, dtype=torch.bool),
-            "present": torch.tensor([present]),
-            "done": torch.tensor([done]),
-            "game_over": torch.tensor([over]),
-            "game_step": torch.tensor([steps]),
-            "game_return": torch.tensor([[0.0, 0.0]]),
-        }
-        return [(game.number, game.length) for game in scorer.add(row, envs)]
-
-    assert add([True, False], [True, False], [False, False], [0, 0]) == []
-    assert add([True, False], [False, False], [False, False], [1, 0]) == []
-    # The second comes when the first has gone.
-    assert add([False, True], [True, True], [True, False], [2, 0]) == [(0, 2)]
-    assert add([False, True], [False, False], [False, False], [0, 1]) == []
-    assert add([True, True], [True, True], [False, True], [0, 2]) == [(1, 2)]
-    assert not scorer.playing
 
 
 def test_the_games_that_begin_first_count():

@@ -12,9 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import certificates
 import pytest
@@ -200,28 +197,6 @@ def test_a_killed_client_is_missed(address):
     assert stats["num_dropped_steps"] == 0
 
 
-class Closing(Coded):
-    closed = threading.Event()
-
-    def close(self):
-        self.closed.set()
-
-
-def test_the_environment_is_closed(address):
-    Closing.closed.clear()
-    with (
-        listening(address) as listener,
-        joined(listener) as run,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        client = Client(Closing, address)
-        done = threads.submit(client.run, 2)
-        next(iter(run.queue))
-        done.result(timeout=30)
-        assert client.stats()["num_episodes"] == 2
-        assert Closing.closed.wait(timeout=30)
-
-
 def test_ctrl_c_ends_a_client(address):
     with listening(address) as listener, ClientProcess("Coded", address) as client:
         listener.probe(60)
@@ -253,40 +228,3 @@ def test_the_pool_keeps_its_listener(address):
 def test_arguments_that_make_no_sense(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_the_interpreter_may_end_at_any_moment(tmp_path):
-    """With a listener, a pool whose queue is full, and a client in daemon threads."""
-    program = textwrap.dedent(
-        f"""
-        import threading
-        import servers
-        from libtorchbeast import *
-        address = "unix:{tmp_path}/learner"
-        listener = Listener(address)
-        listener.start()
-        queue = BatchingQueue(maximum_queue_size=1)
-        batcher = DynamicBatcher(timeout_ms=1)
-        pool = ActorPool(2, queue, batcher, [], (), listener=listener)
-        client = Client(servers.Coded, address)
-
-        def infer():
-            import numpy as np
-            for batch in batcher:
-                batch.set_outputs(((np.zeros((1, len(batch)), np.int64),), ()))
-
-        for run in (pool.run, client.run, infer):
-            threading.Thread(target=run, daemon=True).start()
-        while pool.stats()["num_rollouts"] < 1 or pool.stats()["num_steps"] < 4:
-            pass
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=runs.patience(60),
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not (tmp_path / "learner").exists()

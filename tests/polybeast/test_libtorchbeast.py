@@ -212,50 +212,6 @@ def test_errors_keep_no_references():
     assert sys.getrefcount(item) == references
 
 
-@runs.needs_proc
-def test_resident_memory_is_flat():
-    done = run_python(
-        """
-        import threading, libtorchbeast, numpy as np
-
-        def resident():
-            for line in open("/proc/self/status"):
-                if line.startswith("VmRSS"):
-                    return int(line.split()[1]) / 1024
-
-        queue = libtorchbeast.BatchingQueue(maximum_batch_size=1, maximum_queue_size=8)
-        batcher = libtorchbeast.DynamicBatcher(timeout_ms=1)
-
-        def answer():
-            for batch in batcher:
-                x = batch.get_inputs()["x"]
-                batch.set_outputs((x, {"y": x + 1}))
-
-        def act(n):
-            for i in range(n):
-                x = np.full((1, 1, 1000), i)
-                queue.enqueue(batcher.compute({"x": x}))
-
-        def round(n):
-            actor = threading.Thread(target=act, args=(n,))
-            actor.start()
-            for _ in range(n):
-                next(queue)
-            actor.join()
-
-        threading.Thread(target=answer).start()
-        round(1_000)
-        before = resident()
-        round(5_000)
-        print(resident() - before)
-        batcher.close()
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    # 5,000 leaked items would be 37 MB.
-    assert float(done.stdout) < 10
-
-
 # --- Threads --------------------------------------------------------------------------
 
 

@@ -51,8 +51,8 @@ def bad_flags(tmp_path):
         ({"bind": here, **one, "tls_key": other["tls_key"]}, "key values mismatch"),
         ({"bind": here, "tls_cert": one["tls_cert"]}, "--tls_key None: No such file"),
         ({"bind": here, **one, "tls_ca": text}, "--tls_ca"),
-        ({"token_file": empty}, "is empty"),
-        ({"token_file": spaced}, f"--token_file {spaced} may have printable ASCII"),
+        ({"token_file": empty}, "must have printable ASCII"),
+        ({"token_file": spaced}, f"--token_file {spaced} must have printable ASCII"),
         ({"token_file": binary}, "is not text in UTF-8"),
     ]
 

@@ -127,13 +127,6 @@ def test_servers_load_no_torch(tmp_path, small):
         runs.finish(process)
 
 
-def test_several_updates_from_one_stream(tmp_path, small):
-    small |= {"envs_per_actor": 6, "batch_size": 2}
-    runs.run(tmp_path, "a", **small)
-    rows = runs.read_logs(tmp_path, "a")
-    assert [int(row["step"]) for row in rows] == list(range(10, 901, 10))
-
-
 @pytest.mark.parametrize("env", ["GridWorld", "Locks", "Steering", "Recall"])
 def test_spaces_of_all_kinds(tmp_path, small, env):
     small |= {"env": f"environments:{env}", "total_steps": 300, "use_lstm": True}

@@ -178,4 +178,4 @@ def test_the_learner_knows_the_stacks_of_atari(monkeypatch, caplog):
     field = ExtraField((), np.int64, of="step")
     monkeypatch.setitem(EXTRA_FIELDS, "lives", field)  # the servers' copy lacks it
     make_env_spec(flags, found, "here")
-    assert "environments at here lack lives of EXTRA_FIELDS" in caplog.text
+    assert "environments at here lack EXTRA_FIELDS: lives" in caplog.text

@@ -1,6 +1,5 @@
 """Whose address it is: sockets, tokens and names that nobody else can use unseen."""
 
-import json
 import os
 import stat
 import subprocess
@@ -8,10 +7,9 @@ import sys
 import tempfile
 
 import pytest
-import servers
 from certificates import Certificates
 
-from libtorchbeast import Listener, RefusedError, Security, Server, probe
+from libtorchbeast import Listener, RefusedError, Security, probe
 from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import security
@@ -54,36 +52,6 @@ def test_nobody_is_taken_in_unseen(tmp_path):
         Listener("0.0.0.0:0", security=Security(**identity))
     for enough in (made.ca(), {"token": "x"}, {"insecure": True}):
         Listener("0.0.0.0:0", security=Security(**identity, **enough))
-
-
-def test_a_name_alone_asks_for_tls(tmp_path):
-    """And without --tls_ca the system's authorities count."""
-    made = Certificates(tmp_path)
-    made.make("learner", "DNS:learner.example")
-    security = Security(**made.identity("learner"))
-    server = Server(servers.Coded, "127.0.0.1:0", security=security)
-    server.start()
-    name = {"tls_server_name": "learner.example"}
-    dial = (
-        "import json, sys, libtorchbeast;"
-        "security = libtorchbeast.Security(**json.loads(sys.argv[2]));"
-        "libtorchbeast.probe(sys.argv[1], security=security)"
-    )
-    trust = {"SSL_CERT_FILE": made.ca()["tls_ca"]}
-    trust["GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"] = trust["SSL_CERT_FILE"]
-    trust["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    for flags, environment, works in (
-        ({**name, "tls": True}, trust, True),
-        (name, trust, True),
-        (name, {"PYTHONPATH": trust["PYTHONPATH"]}, False),
-        ({}, trust, False),
-    ):
-        command = [sys.executable, "-c", dial, server.address, json.dumps(flags)]
-        done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True
-        )
-        assert (done.returncode == 0) == works, done.stderr
-    server.stop()
 
 
 def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):

@@ -15,24 +15,24 @@ from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.security import ServerError
 
 
-def dies_before_it_is_ready(flags, index, address, first_stream, pipe):
+def dies_before_it_is_ready(flags, index, address, pipe):
     time.sleep(flags.seconds)
     os._exit(3)
 
 
-def dies_when_it_is_ready(flags, index, address, first_stream, pipe):
+def dies_when_it_is_ready(flags, index, address, pipe):
     pipe.send(("ready", address, "a server"))
     time.sleep(flags.seconds)
     os._exit(3)
 
 
-def hangs(flags, index, address, first_stream, pipe):
+def hangs(flags, index, address, pipe):
     """As a server whose environment holds Python's lock."""
     pipe.send(("ready", address, "a server"))
     ctypes.PyDLL(None).sleep(1000)
 
 
-def asks_for_a_free_port(flags, index, address, first_stream, pipe):
+def asks_for_a_free_port(flags, index, address, pipe):
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", int(address.rpartition(":")[2])))
@@ -41,7 +41,7 @@ def asks_for_a_free_port(flags, index, address, first_stream, pipe):
     os._exit(3)
 
 
-def is_ready(flags, index, address, first_stream, pipe):
+def is_ready(flags, index, address, pipe):
     pipe.send(("ready", address, "a server"))
     time.sleep(1000)
 
@@ -85,7 +85,7 @@ def test_a_restarted_server_has_the_same_port(monkeypatch, caplog):
     assert len(set(ports)) == 1
 
 
-def lives(flags, index, address, first_stream, pipe):
+def lives(flags, index, address, pipe):
     pipe.send(("ready", address, "a server"))
     supervisor.SharedPipe(pipe).give_signs_of_life(every=1)
     time.sleep(1000)
@@ -110,7 +110,7 @@ def test_servers_that_give_no_sign_of_life(monkeypatch, caplog, serve, restarts)
     assert ("no sign of life for 8 s" in caplog.text) == bool(restarts)
 
 
-def never_gets_ready(flags, index, address, first_stream, pipe):
+def never_gets_ready(flags, index, address, pipe):
     time.sleep(1000)
 
 
@@ -128,34 +128,6 @@ def test_a_server_that_never_gets_ready(monkeypatch):
                 servers.watch(0.1, [])
     finally:
         servers.stop()
-
-
-def test_all_were_suspended(monkeypatch):
-    """A server's sign of life may come after the supervisor has woken up."""
-    flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
-    servers = supervisor.Supervisor(hangs, flags, ["127.0.0.1:1"])
-    clock, ahead = time.monotonic, 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
-
-    def wait(objects, timeout):
-        nonlocal ahead
-        ahead += 2 * supervisor.SILENT_SECONDS
-        return real_wait(objects, 0.2)
-
-    real_wait = supervisor.connection.wait
-    try:
-        deadline = clock() + 60
-        while not servers.ever_ready and clock() < deadline:
-            servers.watch(0.2, [])
-        monkeypatch.setattr(supervisor.connection, "wait", wait)
-        for _ in range(3):
-            servers.watch(0.2, [])
-    finally:
-        monkeypatch.undo()
-        servers.stop()
-    assert servers.ever_ready
-    assert restarts_of(servers) == 0
-    assert [server.crashes for server in servers.servers] == [0]
 
 
 @pytest.mark.parametrize(

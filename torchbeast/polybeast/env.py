@@ -75,17 +75,6 @@ def make_parser() -> FlagParser:
     return FlagParser("PolyBeast's environment servers.", groups, {})
 
 
-def check(flags: Flags) -> None:
-    for name in ("bind", "join"):
-        if getattr(flags, name) == "":
-            raise FlagError(f"--{name} is empty; give an address, or leave it out")
-    if flags.bind and flags.join:
-        raise FlagError(
-            "give --bind, to wait for a learner, or --join, to connect to one, but not "
-            "both"
-        )
-
-
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     """Serves until a stop signal, or until one of the sentinels `until` is ready.
 
@@ -96,6 +85,8 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
       FlagError: a flag has a value that is not allowed.
       ServerError: a server can't start, or crashes again and again.
     """
+    if flags.bind and flags.join:
+        raise FlagError("--bind waits for learners, --join connects to one: give one")
     security.security(flags)  # raises before a process is started
     security.warn_of_exposed_token(flags, addresses(flags))
     if not (flags.bind or flags.join):
@@ -138,11 +129,6 @@ def run_for_learner(flags: Flags) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
-    flags = start.parse(make_parser(), argv)
+    flags = start.parse(make_parser(), argv).freeze()
     require_native()
-
-    def serve() -> int:
-        check(flags)
-        return run(flags.freeze())
-
-    return start.guarded(serve)
+    return start.guarded(lambda: run(flags))

@@ -109,10 +109,7 @@ def play_on_servers(
         was lost for --connect_timeout seconds.
     """
     if video_file(flags) or flags.mode == "test_render":
-        raise FlagError(
-            "servers can't show their games: leave out --server_addresses and "
-            "--listen, on a machine that has the environment"
-        )
+        raise FlagError("servers can't show their games: leave out --server_addresses")
     # Batches of one fit all streams; nothing learns from them.
     layout: dict[str, Any]
     layout = {"batch_size": 1, "max_learner_queue_size": 1, "sync": False}

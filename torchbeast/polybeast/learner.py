@@ -291,10 +291,7 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
     """
     choose_side(flags)
     if flags.listen and ranks.size() > 1:
-        raise FlagError(
-            "--listen has one learner: start it without torchrun, or serve the "
-            "environments and give --server_addresses"
-        )
+        raise FlagError("--listen has one learner: start it without torchrun")
     if flags.num_actors is None:
         flags.num_actors = LISTENING_STREAMS
         if not flags.listen:
@@ -306,14 +303,13 @@ def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
         flags.listen or len(set(server_addresses(flags))) != flags.num_actors * learners
     ):
         raise FlagError(
-            "--sync needs one server per actor, so that each environment gets a known "
-            f"seed: give --num_servers {flags.num_actors * learners} for "
-            f"--num_actors {flags.num_actors} per learner, and no --listen"
+            "--sync needs one server per actor: --num_servers "
+            f"{flags.num_actors * learners}, and no --listen"
         )
     if flags.sync and not flags.disable_checkpoint:
         raise FlagError(
-            "PolyBeast can't resume exactly with --sync, because the servers have the "
-            "games in progress: add --disable_checkpoint, or use MonoBeast"
+            "PolyBeast can't resume exactly with --sync: add --disable_checkpoint, or "
+            "use MonoBeast"
         )
     return flags
 
@@ -326,8 +322,7 @@ def own_servers(flags: Flags) -> str | None:
     number, left = divmod(len(addresses), ranks.size())
     if left or not number:
         raise FlagError(
-            f"{ranks.size()} learners can't share {len(addresses)} servers equally: "
-            "give a multiple with --num_servers or --server_addresses"
+            f"{ranks.size()} learners can't share {len(addresses)} servers equally"
         )
     return ",".join(addresses[ranks.rank() * number :][:number])
 

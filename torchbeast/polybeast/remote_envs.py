@@ -209,10 +209,7 @@ class RemoteEnvs:
         try:
             return libtorchbeast.probe(where, seconds, **words)
         except ValueError as error:  # not an address
-            name = (
-                "server_addresses" if self.flags.server_addresses else "pipes_basename"
-            )
-            raise FlagError(f"--{name}: {error}") from error
+            raise FlagError(str(error)) from error
         except libtorchbeast.TransportError as error:
             if is_final(error) or not (fault := tls_fault(where, self.flags)):
                 raise
@@ -251,10 +248,7 @@ class RemoteEnvs:
                 check()
             self.report([group])
             if self.listener.wants_other(spec.hello):
-                log.warning(
-                    "The first environments have left, or make no steps. Those with "
-                    "other spaces get their turn."
-                )
+                log.warning("Environments with other spaces get their turn.")
                 self.patience *= 2
                 return False
             now = time.monotonic()
@@ -277,7 +271,6 @@ class RemoteEnvs:
         if self.listener:
             self.listener.close()
         self.report()
-        self.peer_log.log_table()
 
 
 def is_final(error: Exception) -> bool:
@@ -308,20 +301,16 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         most = memory_limit() // 2 // ranks.size()
         if num_rows * found["step_bytes"] > most:
             raise ValueError(
-                f"the rollouts of {flags.num_actors} streams have {num_rows:,} rows of "
-                f"{found['step_bytes']:,} bytes, more than half of the memory "
-                f"({most:,} bytes): lower --num_actors or --unroll_length"
+                f"{num_rows:,} rows of {found['step_bytes']:,} bytes are more than "
+                "half of the memory: lower --num_actors or --unroll_length"
             )
         # Atari's stacks are not on the wire.
         if is_atari and observation_space.shape == atari.STACK_SHAPE:
             observation_space = as_stack(observation_space)
         spec = rollout.env_fields(observation_space, distribution)
         if missing := EXTRA_FIELDS.keys() - found["extra_fields"].keys():
-            log.warning(
-                "The environments at %s lack %s of EXTRA_FIELDS: the learner gets "
-                "zeros. Give them the learner's torchbeast/envs/extra_fields.py",
-                *(where, ", ".join(sorted(missing))),
-            )
+            names = ", ".join(sorted(missing))
+            log.warning("The environments at %s lack EXTRA_FIELDS: %s.", where, names)
         for name, field in found["extra_fields"].items():
             dtype = rollout.to_torch_dtype(field["dtype"])
             seen = rollout.Spec(tuple(field["shape"]), dtype)
@@ -358,24 +347,20 @@ def check_batches(flags: Flags, env: EnvSpec) -> None:
     B, E = flags.batch_size, env.num_envs
     if flags.sync and flags.num_actors * E % B:
         raise FlagError(
-            f"--sync learns from all {flags.num_actors * E} environments in turn "
-            f"({flags.num_actors} streams of {E}): --batch_size must divide that, "
-            f"got {B}"
+            f"--batch_size {B} must divide the {flags.num_actors * E} environments, "
+            "all of which --sync learns from in turn"
         )
     if not flags.sync and B % E and E % B:
         raise FlagError(
             f"--batch_size {B} and the {E} environments of a stream: one must be a "
-            "multiple of the other, because a batch has whole streams"
+            "multiple of the other"
         )
 
 
 # --- The log --------------------------------------------------------------------------
 
-# At most so many lines of one peer per SECONDS.
-LINES, SECONDS = 10, 10.0
-TABLE_SECONDS = 600.0  # between two tables of refused peers
-MAX_PEERS = 100  # that are counted apart
-REASON_SIZE = 300  # characters of a reason in a table
+# At most so many lines of a peer per SECONDS, of so many peers and of all others.
+LINES, SECONDS, MAX_PEERS = 10, 10.0, 100
 
 # By kind of libtorchbeast's events.
 MESSAGES = {
@@ -388,8 +373,7 @@ MESSAGES = {
 # The first peer that a text names is the one that it is about. The port of one that has
 # connected differs each time.
 PEER = re.compile(
-    r"joined from (?:ipv[46]:(?P<host>\S+):\d+|(?P<here>this machine)[^)]*\))"
-    r"|environment server at (?P<server>\S*[^\s:,;])"
+    r"joined from (ipv[46]:\S+(?=:\d)|this machine)|environment server at \S*[^\s:,;]"
 )
 
 # (time, kind, text) of each event of a pool or listener, and the number of lost ones.
@@ -397,52 +381,24 @@ Events = tuple[list[tuple[float, str, str]], int]
 
 
 class PeerLog:
-    """Logs events of streams, at a limited rate per peer, and counts refusals.
+    """Logs events of streams, at a limited rate per peer.
 
     The texts come from libtorchbeast, which escapes what peers say.
     """
 
     def __init__(self) -> None:
-        self.began = self.tabled = time.monotonic()  # an interval, and the last table
-        self.lines: Counter[str] = Counter()  # by peer, in this interval
-        self.refused: Counter[str] = Counter()  # by peer, since the start
-        self.reasons: dict[str, str] = {}  # the last of each
-        self.in_table = 0  # refusals
+        self.began = time.monotonic()
+        self.lines: Counter[str] = Counter()  # by peer, since then
 
     def report(self, events: Events) -> None:
-        now = time.monotonic()
-        if now - self.began > SECONDS:
-            self.began, self.lines = now, Counter()
-        if now - self.tabled > TABLE_SECONDS:
-            self.log_table()
+        if time.monotonic() - self.began > SECONDS:
+            self.began, self.lines = time.monotonic(), Counter()
         for _, kind, text in events[0]:
-            peer, reason = split(text)
-            if kind == "refused":
-                if len(self.refused) >= MAX_PEERS and peer not in self.refused:
-                    peer = "others"
-                self.refused[peer] += 1
-                self.reasons[peer] = reason
+            found = PEER.search(text)
+            peer = found[0] if found else "others"
+            if peer not in self.lines and len(self.lines) >= MAX_PEERS:
+                peer = "others"
             self.lines[peer] += 1
             if self.lines[peer] <= LINES:
                 level = logging.INFO if kind == "returned" else logging.WARNING
                 log.log(level, MESSAGES[kind], text)
-
-    def log_table(self) -> None:
-        """Logs who was refused, if this has changed."""
-        if self.refused.total() > self.in_table:
-            rows = [
-                f"  {peer}: {count:,}, the last because: {self.reasons[peer]}"
-                for peer, count in self.refused.most_common()
-            ]
-            log.warning("Refused streams by peer:\n%s", "\n".join(rows))
-        self.tabled, self.in_table = time.monotonic(), self.refused.total()
-
-
-def split(text: str) -> tuple[str, str]:
-    """The peer that an event is about, and the first line of what happened."""
-    found = PEER.search(text)
-    if not found:
-        return "others", text.partition("\n")[0][:REASON_SIZE]
-    peer = found["here"] or found["server"] or found["host"].replace("%5B", "[")
-    reason = text[found.end() :].lstrip(": ").partition("\n")[0]
-    return peer.replace("%5D", "]"), reason[:REASON_SIZE]

@@ -42,8 +42,8 @@ def choose_side(flags: Flags) -> None:
     if flags.listen and flags.server_addresses:
         if len(flags.typed & sides) != 1:
             raise FlagError(
-                "give --listen, to wait for environments, or --server_addresses, to "
-                "connect to them, but not both"
+                "--listen waits for environments, --server_addresses connects to them: "
+                "give one"
             )
         (saved,) = sides - flags.typed
         setattr(flags, saved, None)
@@ -63,10 +63,9 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
         with using(f"--token_file {flags.token_file}", "is not text in UTF-8"):
             token = Path(flags.token_file).read_text("utf-8").strip()
         if not re.fullmatch("[!-~]+", token):  # it travels in a header
-            what = (
-                "may have printable ASCII without spaces only" if token else "is empty"
+            raise FlagError(
+                f"--token_file {flags.token_file} must have printable ASCII, no spaces"
             )
-            raise FlagError(f"--token_file {flags.token_file} {what}")
     files = {name: getattr(flags, name) for name in TLS_FLAGS}
     return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
 
@@ -83,11 +82,8 @@ def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -
         )
     tcp = [address for address in addresses if not address.startswith("unix:")]
     if tcp and not uses_tls(flags):
-        log.warning(
-            "The token of --token_file is sent to %s in clear text. Anyone who can "
-            "read this traffic, or who listens there first, gets it. Use TLS.",
-            ", ".join(dict.fromkeys(tcp)),
-        )
+        where = ", ".join(dict.fromkeys(tcp))
+        log.warning("The token travels to %s in clear text. Use TLS.", where)
 
 
 def make_private_folder(pipes_basename: str) -> None:
@@ -100,9 +96,8 @@ def make_private_folder(pipes_basename: str) -> None:
         found = os.lstat(PRIVATE_FOLDER)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise FlagError(
-            f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}), "
-            "so sockets there are not safe; give --pipes_basename unix:PATH with a "
-            "path in your own folder"
+            f"{PRIVATE_FOLDER} is not your folder (it belongs to user {found.st_uid}): "
+            "give --pipes_basename unix:PATH with a path in your own folder"
         )
     os.chmod(PRIVATE_FOLDER, 0o700)
 
@@ -140,13 +135,11 @@ def tls_context(flags: argparse.Namespace) -> ssl.SSLContext:
 def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     """Why a connection with the listener at `address` can never work, if it is TLS.
 
-    gRPC gives no reason, so this function tries a handshake itself.
+    gRPC gives no reason, so this tries a handshake itself. None: it works, nobody
+    listens, or there is another reason.
 
     Args:
       flags: the --tls flags of the side that connects.
-
-    Returns:
-      None if a handshake works, nobody listens, or there is another reason.
     """
     import ssl  # slow
 
@@ -171,8 +164,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
         return (
             "the certificate of the other side is not valid: "
             f"{error.verify_message.rstrip('.')}. This side trusts --tls_ca "
-            f"{flags.tls_ca or '(here: the signers of the system)'} and expects the "
-            f"name {name} (--tls_server_name)"
+            f"{flags.tls_ca} and expects the name {name} (--tls_server_name)"
         )
     except ssl.SSLError as error:
         reason = error.reason or ""
@@ -185,8 +177,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     except (OSError, ValueError):
         return None
     return (
-        f"the other side and this side do not agree on TLS: {why}. Give both sides the "
-        "--tls flags, or none. If the other side has --tls_ca, this side needs a "
-        "certificate that has not expired and whose signer is in it (here: --tls_cert "
-        f"{flags.tls_cert})"
+        f"both sides do not agree on TLS: {why}. Give both the --tls flags, or none. "
+        "If the other side has --tls_ca, this side needs a certificate of that signer "
+        f"that has not expired (here: --tls_cert {flags.tls_cert})"
     )

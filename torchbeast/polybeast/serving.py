@@ -24,25 +24,19 @@ from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
 from torchbeast.polybeast.security import ServerError, security, tls_fault
 from torchbeast.procs import children, processes
-from torchbeast.runs import start
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
 WATCH_SECONDS = 0.5  # between two checks of a client
-PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 
 
-def serve(flags: Flags, index: int, address: str, first_stream: int, pipe: Any) -> None:
-    """The main function of a server process: serves until SIGTERM or its parent's end.
-
-    If the learner does not number its streams, they are numbered from first_stream. No
-    two streams of this command have the same number.
-    """
+def serve(flags: Flags, index: int, address: str, pipe: Any) -> None:
+    """The main function of a server process, until SIGTERM or its parent's end."""
     children.begin_child(ends_by=[signal.SIGTERM])
     os.nice(5)  # the learner has priority
     pipe = supervisor.SharedPipe(pipe)
     try:
-        server = make_server(flags, index, address, first_stream)
+        server = make_server(flags, index, address)
         # Before the supervisor kills the process, so that it can name what hangs.
         stop = functools.partial(server.stop, supervisor.STOP_SECONDS - 1)
         _end_on_request(stop, supervisor.STOP_SECONDS, pipe.pipe)
@@ -92,33 +86,6 @@ def _end_on_request(
         os._exit(1)  # still here: an environment hangs
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def serve_under_ray(flags: Flags, index: int) -> None:
-    """What a Ray actor does as server `index`: it joins the learner until it is killed.
-
-    If an environment raises, the learner gets the error, and then new environments.
-
-    Raises:
-      ServerError: the environments can't be made, or the learner refuses them.
-    """
-    start.configure_logging()  # Ray prints it where the learner runs
-    try:
-        try_environment(flags)
-    except Exception as error:
-        raise ServerError(text_of(error)) from None
-    assert flags.join
-    is_new = Seldom(supervisor.REPEAT_SECONDS)
-    while True:
-        client = make_server(flags, index, flags.join, 0)
-        try:
-            return run_client(flags, client, log.info)
-        except supervisor.RefusedForGood:
-            raise
-        except ServerError as error:
-            if is_new(why := str(error).strip().rpartition("\n")[2]):
-                log.warning("New environments after: %s", why)
-            time.sleep(PAUSE_SECONDS)
 
 
 def run_client(
@@ -175,7 +142,7 @@ def run_client(
         raise supervisor.RefusedForGood(f"can't join: {faults[0]}")
 
 
-def make_server(flags: Flags, index: int, address: str, first_stream: int) -> Any:
+def make_server(flags: Flags, index: int, address: str) -> Any:
     """A libtorchbeast.Server that makes new environments for each stream.
 
     With --join it is a libtorchbeast.Client, which has one stream.
@@ -189,7 +156,7 @@ def make_server(flags: Flags, index: int, address: str, first_stream: int) -> An
     import libtorchbeast
 
     E = flags.envs_per_actor
-    numbers = itertools.count(first_stream)
+    numbers = itertools.count()
 
     class StreamEnvironment(Environment):
         """The environments of one stream."""

@@ -59,10 +59,8 @@ def resolve_layout(flags: Flags) -> Flags:
         setattr(flags, name, None)
     if any(getattr(flags, name) for name in foreign):
         raise FlagError(
-            "torchbeast.polybeast starts its servers on this machine. For other "
-            "machines, start torchbeast.polybeast_env with --bind there and "
-            "torchbeast.polybeast_learner with --server_addresses here; or the learner "
-            "with --listen and the environments with --join"
+            "torchbeast.polybeast starts its servers here. For other machines, start "
+            "torchbeast.polybeast_learner and torchbeast.polybeast_env apart"
         )
     if is_ray:
         from torchbeast.extras import ray  # optional
@@ -71,20 +69,12 @@ def resolve_layout(flags: Flags) -> Flags:
     if flags.pipes_basename is None:
         name = f"{own_flags.PIPES_BASENAME}-{secrets.token_hex(4)}"
         flags.pipes_basename = name
-    if is_ray:
-        useless = sorted(flags.on_command_line & {"num_servers", "max_restarts"})
-        if useless:
-            raise FlagError(
-                f"--{useless[0]} has no effect with --launcher ray: each of "
-                "--num_actors is a server, and Ray restarts it"
-            )
     if flags.num_servers is None or is_ray:
         flags.num_actors = flags.num_actors or NUM_SERVERS
         one_each = flags.sync or is_ray
         # More server processes than cores would only take memory.
         most = flags.num_actors if one_each else num_cpus()
         flags.num_servers = min(flags.num_actors, most)
-    polybeast_env.check(flags)
     return polybeast_learner.resolve_layout(flags)
 
 

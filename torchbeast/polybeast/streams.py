@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,12 +20,12 @@ from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.security import ServerError
-from torchbeast.runs.prof import Timings, bottleneck, stream_shares
+from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 60.0  # between two log lines about the bottleneck
+ALWAYS_BUSY = 0.9  # share of the time
 
 
 def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
@@ -123,6 +122,27 @@ class StreamGroup:
         self.turns.release()
 
 
+def stream_shares(counts: Counter[str]) -> dict[str, float]:
+    """Where streams spend their time; the sum is 1.
+
+    In their environments, on the wire, in the batcher (behind the previous batch), in
+    inference, or at the learner's full queue.
+    """
+    computing = min(
+        counts["infer"] * counts["num_items"] / (counts["num_batches"] or 1),
+        counts["inference_wait_seconds"],
+    )
+    spent = {
+        "environments": counts["env_seconds"],
+        "wire": max(0.0, counts["env_wait_seconds"] - counts["env_seconds"]),
+        "batcher": counts["inference_wait_seconds"] - computing,
+        "inference": computing,
+        "learner's queue": counts["queue_wait_seconds"],
+    }
+    total = sum(spent.values()) or 1.0
+    return {name: seconds / total for name, seconds in spent.items()}
+
+
 class Streams:
     """All streams of a run, in groups.
 
@@ -158,8 +178,6 @@ class Streams:
             for i, part in enumerate(parts)
         ]
         self.inference_timings: list[Timings] = []
-        self.queue_sum, self.samples = 0, 0
-        self.reported, self.reported_at = self.counts(), time.monotonic()
 
     def queued(self) -> int:
         """Rollouts that wait for the learner."""
@@ -171,8 +189,6 @@ class Streams:
         stats, queued = [group.pool.stats() for group in self.groups], self.queued()
         listener = self.envs.listener
         refused = listener.stats()["num_refused"] if listener else 0
-        self.queue_sum += queued
-        self.samples += 1
         return {
             "reconnects": sum(x["num_reconnects"] for x in stats),
             "dropped_steps": sum(x["num_dropped_steps"] for x in stats),
@@ -182,20 +198,8 @@ class Streams:
             "queued": queued,
         }
 
-    def counts(self) -> Counter[str]:
-        """Seconds and counts since the start, for prof.bottleneck."""
-        sums = Counter({"queue_sum": self.queue_sum, "queue_samples": self.samples})
-        timings = [("inference", x) for x in self.inference_timings]
-        for who, timing in [("learner", self.run.timings), *timings]:
-            seconds = timing.seconds.copy()  # threads add some
-            sums.update({f"{who}_{name}": x for name, x in seconds.items()})
-        for group in self.groups:
-            stats = group.pool.stats() | group.batcher.stats()
-            sums.update({k: x for k, x in stats.items() if not isinstance(x, str)})
-        return sums
-
     def report(self) -> None:
-        """Logs events and, once per minute, the bottleneck. Updates the live line.
+        """Logs events and updates the live line.
 
         Raises:
           ServerError: a stream was lost, which --sync does not allow.
@@ -209,24 +213,37 @@ class Streams:
                     "a stream was lost, and a run with --sync can't be the same "
                     f"without its steps: {x['last_error']}"
                 )
-        if time.monotonic() - self.reported_at > REPORT_SECONDS:
-            now = self.counts()
-            log.info("The last minute: %s", bottleneck(now - self.reported))
-            self.reported, self.reported_at = now, time.monotonic()
         acted = sum(group.pool.count() for group in self.groups)
         connected = sum(x["num_connected"] for x in stats)
         streams = f"{connected}/{self.run.flags.num_actors}"
         self.run.show(self.queued(), acted, streams)
 
     def end(self) -> None:
-        """Logs the last events and the bottleneck of the whole run."""
+        """Logs the last events, and where the time went, also into meta.json."""
         self.envs.report(self.groups)
         self.envs.close()
-        counts = self.counts()
-        log.info("The whole run: %s", bottleneck(counts))
+        counts: Counter[str] = Counter()
+        for timings in self.inference_timings:
+            counts.update(timings.seconds)
+        for group in self.groups:
+            stats = group.pool.stats() | group.batcher.stats()
+            counts.update({k: x for k, x in stats.items() if not isinstance(x, str)})
+        shares, learner = stream_shares(counts), self.run.timings.shares()
+        busy = {
+            "learner": learner.get("learn", 0.0),
+            "inference": counts["infer"] / (counts["infer"] + counts["wait"] or 1),
+        }
+        at_limit = [who for who, share in busy.items() if share > ALWAYS_BUSY]
+        slowest = max(shares, key=lambda name: shares[name])
+        log.info(
+            "The whole run: busy: %s. Streams' time: %s. Reconnects %d, dropped steps "
+            "%d. Bottleneck: %s.",
+            *(format_shares(busy), format_shares(shares), counts["num_reconnects"]),
+            *(counts["num_dropped_steps"], [*at_limit, slowest][0]),
+        )
         self.run.shares |= {
-            "learner": self.run.timings.shares(),
-            "streams": stream_shares(counts),
+            "learner": learner,
+            "streams": shares,
             "inference_batch": counts["num_entries"] / (counts["num_batches"] or 1),
         }
 

@@ -100,8 +100,7 @@ class Supervisor:
                 self._check(server, server.child)
 
     def _start(self, server: Server) -> None:
-        # Each start has 65,536 numbers for its streams: none repeats.
-        arguments = (self.flags, server.index, server.address, server.starts << 16)
+        arguments = (self.flags, server.index, server.address)
         server.heard, server.ready = time.monotonic(), None
         server.starts += 1
         try:

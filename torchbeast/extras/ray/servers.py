@@ -18,19 +18,22 @@ from typing import Any
 
 import ray
 
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import FlagError, text_of
 from torchbeast.base.seldom import Seldom
 from torchbeast.extras.ray import cluster
 from torchbeast.flags import Flags
-from torchbeast.polybeast.security import make_private_folder, security
-from torchbeast.polybeast.serving import serve_under_ray
+from torchbeast.polybeast import serving
+from torchbeast.polybeast.security import ServerError, make_private_folder, security
+from torchbeast.polybeast.supervisor import RefusedForGood
 from torchbeast.procs import children
+from torchbeast.runs import start
 
 log = logging.getLogger(__name__)
 
 # The system gives others to Ray's processes, so that a port which is free now is still
 # free when the learner listens.
 PORTS = range(20_000, 32_768)
+PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 ALONE_SECONDS = 60.0  # a server that fails later is started again
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
 
@@ -51,8 +54,27 @@ class EnvServer:
         )
 
     def run(self) -> None:
-        """Steps environments for the learner, until this actor is killed."""
-        serve_under_ray(self.flags, self.index)
+        """Steps environments for the learner, until this actor is killed.
+
+        If one raises, the learner gets the error, and then new environments.
+
+        Raises:
+          ServerError: they can't be made, or the learner refuses them.
+        """
+        start.configure_logging()  # Ray prints it where the learner runs
+        try:
+            serving.try_environment(self.flags)
+        except Exception as error:
+            raise ServerError(text_of(error)) from None
+        while True:
+            client = serving.make_server(self.flags, self.index, self.flags.join)
+            try:
+                return serving.run_client(self.flags, client, log.info)
+            except RefusedForGood:
+                raise
+            except ServerError as error:
+                log.warning("New environments after: %s", error)
+                time.sleep(PAUSE_SECONDS)
 
 
 def memory_file(name: str, content: bytes) -> str:
