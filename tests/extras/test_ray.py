@@ -292,12 +292,9 @@ def survives_a_dead_node(folder, cluster, flags):
 
 
 def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
-    """The others go on, and the log says it."""
-    # On a busy machine the other actor, too, can be silent for 30 s, which ends a run.
-    flags = {**MONO, "ray_address": cluster.address, "actor_timeout": 90}
-    process = start_learning(tmp_path, **flags)
+    """The others go on."""
+    process = start_learning(tmp_path, **MONO, ray_address=cluster.address)
     cluster.remove_node(cluster.second, allow_graceful=False)
-    wait_for_words(tmp_path, "no unroll for 90 s. Ray may have no room", process)
     learns_on(tmp_path, process)
     stop(process)
 
@@ -341,10 +338,6 @@ def test_no_room_at_the_start(tmp_path):
     [
         ({"ray_address": "127.0.0.1:1"}, "no Ray cluster at --ray_address 127.0.0.1:1"),
         ({"sync": True}, "--sync needs --launcher processes"),
-        (
-            {"launcher": "processes", "ray_address": "auto"},
-            "--ray_address needs --launcher ray",
-        ),
     ],
 )
 @BOTH

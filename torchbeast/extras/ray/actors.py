@@ -4,6 +4,7 @@ Ray places the actors, moves their rollouts through its object store and replace
 ones. Each Ray actor has an Actor of monobeast.py, with slots in its own process.
 """
 
+import functools
 import logging
 import os
 import sys
@@ -18,12 +19,11 @@ import torch
 from torchbeast.base.errors import text_of
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.base.seldom import Seldom
 from torchbeast.core import rollout
 from torchbeast.extras.ray import cluster
 from torchbeast.flags import Flags
 from torchbeast.local.actors import Actors, make_envs
-from torchbeast.procs import children, processes
+from torchbeast.procs import processes
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,6 @@ class RayActors(Actors):
 
     def _start(self, saved: Any) -> None:
         actor_class, _, buffers = self._arguments
-        self.watch.timeout *= 2  # the child itself raises in time
         child, started = cluster.start_caller(
             *(self._group, call_ray, self.flags, actor_class),
             *(buffers, self.weights.memory, self.steps),
@@ -115,7 +114,11 @@ def call_ray(
     steps: torch.Tensor,
     pipe: connection.Connection,
 ) -> None:
-    """The main function of the child. All steps are counted in steps[0]."""
+    """The main function of the child. All steps are counted in steps[0].
+
+    Ends by an exception: EOFError if the learner closes the pipe, ClusterError if an
+    unroll raised.
+    """
     torch.set_num_threads(1)
     # The script's own classes: in this process it is not __main__, and in others it may
     # be missing.
@@ -126,93 +129,33 @@ def call_ray(
     limit = "actor_timeout", flags.actor_timeout
     players, started = cluster.start_actors(Player, arguments, *limit)
     pipe.send(started)
-    Unrolls(players, flags, buffers, memory, steps[0], pipe).run()
+    running: dict[Any, tuple[int, list[int]]] = {}  # number and slots, by reference
+    put_version, weights = -1, []
+    done = processes.WakePipe()
+    while True:
+        if not connection.wait([done.reader, pipe], 1.0):
+            ray.put(None)  # Ray ends this process if the raylet has died
+        while pipe.poll():
+            _, index, slots, bank, version = pipe.recv()
+            if version != put_version:
+                put_version, weights = version, [ray.put(memory[bank].numpy())]
+            pipe.send(("loaded", bank))
+            reference = players[index].unroll.remote(weights, version)
+            running[reference] = index, slots
+            reference.future().add_done_callback(lambda future: done.wake())
+        done.drain()
+        all_running = list(running)
+        for reference in ray.wait(all_running, num_returns=len(running), timeout=0)[0]:
+            index, slots = running.pop(reference)
+            result = cluster.result(reference, f"actor {index}")
+            rollouts, timings, is_replacement = result
+            if is_replacement:
+                words = f"Actor {index} has died. Ray has replaced it."
+                pipe.send(("log", logging.WARNING, words))
+            map_nested(functools.partial(copy, slots), buffers, rollouts)
+            steps[0] += flags.unroll_length
+            pipe.send(("done", index, slots, timings))
 
 
-class Unrolls:
-    """The unrolls in progress.
-
-    Args:
-      steps: counts the environment steps.
-      pipe: to the learner; see Actors for the messages.
-    """
-
-    def __init__(
-        self,
-        players: list[Any],
-        flags: Flags,
-        buffers: dict[str, Nested],
-        memory: torch.Tensor,
-        steps: torch.Tensor,
-        pipe: connection.Connection,
-    ) -> None:
-        self.players, self.flags, self.buffers = players, flags, buffers
-        self.memory, self.steps, self.pipe = memory, steps, pipe
-        self._watch = children.StepWatch(flags.actor_timeout)  # only for its clock
-        # By reference: number, slots, and the clock when the unroll began.
-        self._running: dict[Any, tuple[int, list[int], float]] = {}
-        self._may_warn = Seldom(flags.actor_timeout)  # of an actor's silence
-        self._last_unroll = 0.0  # the clock when one was complete
-        self._put: tuple[int, list[Any]] = (-1, [])  # version, [reference]
-        self._done = processes.WakePipe()
-
-    def run(self) -> None:
-        """Ends by an exception: EOFError if the learner closes the pipe.
-
-        Raises:
-          ClusterError: an unroll raised, or there was none for --actor_timeout s.
-        """
-        while True:
-            if not connection.wait([self._done.reader, self.pipe], 1.0):
-                ray.put(None)  # Ray ends this process if the raylet has died
-            self._watch.check([])
-            while self.pipe.poll():
-                self._begin(*self.pipe.recv())
-            self._done.drain()
-            references = list(self._running)
-            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-            for reference in done:
-                self._finish(reference)
-            self._check_silence()
-
-    def _begin(
-        self, _: str, index: int, slots: list[int], bank: int, version: int
-    ) -> None:
-        if version != self._put[0]:
-            self._put = version, [ray.put(self.memory[bank].numpy())]
-        self.pipe.send(("loaded", bank))
-        reference = self.players[index].unroll.remote(self._put[1], version)
-        self._running[reference] = index, slots, self._watch.awake
-        reference.future().add_done_callback(lambda future: self._done.wake())
-
-    def _finish(self, reference: Any) -> None:
-        index, slots, _ = self._running.pop(reference)
-        result = cluster.result(reference, f"actor {index}")
-        rollouts, timings, is_replacement = result
-        if is_replacement:
-            self._warn(f"Actor {index} has died. Ray has replaced it.")
-
-        def copy(buffer: torch.Tensor, x: Any) -> None:
-            buffer[slots] = torch.from_numpy(x.copy())
-
-        map_nested(copy, self.buffers, rollouts)
-        self.steps += self.flags.unroll_length
-        self._last_unroll = self._watch.awake
-        self.pipe.send(("done", index, slots, timings))
-
-    def _warn(self, message: str) -> None:
-        self.pipe.send(("log", logging.WARNING, message))
-
-    def _check_silence(self) -> None:
-        """Warns of actors without a complete unroll; raises if all are like that."""
-        now, limit = self._watch.awake, self._watch.timeout
-        why = "Ray may have no room for it, or its environments are slow"
-        silent = [i for i, _, begun in self._running.values() if now - begun > limit]
-        if silent and now - self._last_unroll > limit:
-            raise cluster.ClusterError(
-                f"no actor has completed an unroll for {limit:g} s. {why}. Add "
-                "machines, or raise --actor_timeout"
-            )
-        for index in silent:
-            if self._may_warn(str(index)):
-                self._warn(f"Actor {index}: no unroll for {limit:g} s. {why}.")
+def copy(slots: list[int], buffer: torch.Tensor, x: Any) -> None:
+    buffer[slots] = torch.from_numpy(x.copy())

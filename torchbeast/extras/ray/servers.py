@@ -8,7 +8,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from typing import Any
 import ray
 
 from torchbeast.base.errors import FlagError, text_of
-from torchbeast.base.seldom import Seldom
 from torchbeast.extras.ray import cluster
 from torchbeast.flags import Flags
 from torchbeast.polybeast import serving
@@ -30,9 +28,6 @@ from torchbeast.runs import start
 
 log = logging.getLogger(__name__)
 
-# The system gives others to Ray's processes, so that a port which is free now is still
-# free when the learner listens.
-PORTS = range(20_000, 32_768)
 PAUSE_SECONDS = 1.0  # before others replace environments that have raised
 ALONE_SECONDS = 60.0  # a server that fails later is started again
 FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
@@ -114,7 +109,7 @@ def call_ray(flags: Flags, pipe: connection.Connection) -> None:
     servers, started = cluster.start_actors(EnvServer, arguments, *limit)
     running = [server.run.remote() for server in servers]
     pipe.send((address, started))
-    began, may_warn = time.monotonic(), Seldom(ALONE_SECONDS)
+    began = time.monotonic()
     while not pipe.poll(1.0):  # until the learner closes it
         ray.put(None)  # Ray ends this process if the raylet has died
         for reference in ray.wait(running, timeout=0)[0]:
@@ -125,8 +120,8 @@ def call_ray(flags: Flags, pipe: connection.Connection) -> None:
                 # Later, one that can't go on, as on a bad machine, must not end others.
                 if time.monotonic() - began < ALONE_SECONDS:
                     raise
-                if may_warn(str(index)):
-                    log.warning("%s\nIt starts again.", error)
+                log.warning("%s\nIt starts again.", error)
+                time.sleep(PAUSE_SECONDS)
                 running[index] = servers[index].run.remote()
 
 
@@ -148,11 +143,8 @@ def listening_address(flags: Flags) -> str:
         make_private_folder(flags.pipes_basename)
         return f"{flags.pipes_basename}.ray"
     host = ray.util.get_node_ip_address()
-    for port in random.SystemRandom().sample(PORTS, 1000):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((host, port))
-            return f"{host}:{port}"
-    raise FlagError(f"no port of {host} is free: give --listen {host}:PORT")
+    with socket.create_server((host, 0)) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 def server_files(flags: Flags) -> dict[str, bytes]:
