@@ -388,32 +388,6 @@ def act_zero(inputs):
     return (torch.zeros(done.shape, dtype=torch.int64),), ()
 
 
-def test_joiners_wait_and_say_what_for(join, tmp_path):
-    """The learner comes late; then the environment raises, which its console shows."""
-    address, fault = f"unix:{tmp_path}/learner", tmp_path / "fault"
-    environments = join(
-        address, env="faulty:Environment", env_vars={"FAULT_FILE": str(fault)}
-    )
-    environments.wait_for(f"Waiting for a learner at {address}: ")
-    environments.wait_for("No such file or directory")
-    listener = Listener(address)
-    listener.start()
-    with servers.Run([], act_zero, (), listener=listener, batch=3) as run:
-        next(run.queue)
-        environments.wait_for(f"Joined the learner at {address}.")
-        fault.write_text("raise_error")
-        for _ in run.queue:
-            if "ValueError" in environments.console:
-                break
-        environments.wait_for("ValueError: the ball left the table")
-        environments.wait_for("starting it again")
-    assert "has failed: Traceback" in environments.console
-    assert "ServerError" not in environments.console
-    assert "in raise_error" in environments.console, "the environment's traceback"
-    listener.close()
-    environments.assert_ends_when_asked()
-
-
 def test_a_machine_that_does_not_answer_is_asked_last():
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 
-import certificates
 import pytest
 import runs
 import servers
@@ -23,8 +22,6 @@ from test_actor_pool import act, check, initial_state
 from libtorchbeast import (
     Client,
     Listener,
-    RefusedError,
-    Security,
     TransportError,
 )
 
@@ -122,46 +119,6 @@ def test_environments_join(address):
         assert stats["num_reconnects"] == stats["num_dropped_steps"] == 0
         assert stats["env_seconds"] > 0
         assert run.pool.stats()["num_dropped_steps"] == 0
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory):
-    made = certificates.Certificates(tmp_path_factory.mktemp("tls"))
-    for authority in ("ours", "foreign"):
-        made.make(f"{authority}-learner", "DNS:learner.example", authority)
-        made.make(f"{authority}-client", "DNS:client.example", authority)
-    return made
-
-
-def test_tls_and_token(tls):
-    learner = Security(token="a-secret", **tls.identity("ours-learner"), **tls.ca())
-    client = {
-        **tls.identity("ours-client"),
-        **tls.ca(),
-        "tls_server_name": "learner.example",
-        "token": "a-secret",
-    }
-    with (
-        listening("127.0.0.1:0", security=learner) as listener,
-        joined(listener) as run,
-    ):
-        wrong = [
-            (RefusedError, {"token": "another"}),
-            (RefusedError, {"token": None}),
-            (TransportError, tls.identity("foreign-client")),
-            (TransportError, {"tls_cert": None, "tls_key": None}),
-            (TransportError, tls.ca("foreign")),
-            (TransportError, {"tls_server_name": None}),
-        ]
-        for error, change in wrong:
-            security = Security(**{**client, **change})
-            with pytest.raises(error):
-                Client(
-                    Coded, listener.address, maximum_downtime_s=0.3, security=security
-                ).run()
-        assert listener.stats()["num_refused"] == 2
-        with ClientProcess("Coded", listener.address, security=client):
-            play(run, {}, 1)
 
 
 @pytest.mark.slow

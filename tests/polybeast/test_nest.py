@@ -67,12 +67,6 @@ def test_map_many_gives_a_list_of_the_leaves():
     assert same(nest.map_many(operator.itemgetter(0), (1, [2])), (1, [2]))
 
 
-def test_map_many2():
-    tens = nest.map(lambda x: 10 * x, example())
-    result = nest.map_many2(operator.sub, tens, example())
-    assert same(result, {"a": [9, Point(18, {"z": 27})], "b": (36, []), "c": {}})
-
-
 def test_flatten_pack_as_front():
     leaves = nest.flatten(example())
     assert leaves == [1, 2, 3, 4]
@@ -194,21 +188,6 @@ def test_exceptions_of_f_pass_through():
         with pytest.raises(KeyError) as caught:
             call()
         assert caught.value is error
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda n: n["a"].clear(),
-        lambda n: n.clear(),
-        lambda n: n.update(a=b"ab"),  # of the same size
-        lambda n: n.update(b=1),
-    ],
-)
-def test_f_that_changes_the_nest(change):
-    n = {"a": [[1], 2], "b": {"c": 3}}
-    with pytest.raises(ValueError, match="f changed the nest"):
-        nest.map(lambda _: change(n), n)
 
 
 def fail(*_):

@@ -7,25 +7,13 @@ import test_actor_pool
 from certificates import Certificates
 from servers import CodedVector, ServerProcess
 from servers import Run as PoolRun
-from watched_runs import END_SECONDS, wait_until
-from watched_servers import E, T, assert_whole_updates
+from watched_runs import wait_until
+from watched_servers import E, T
 
 import libtorchbeast
 from torchbeast.polybeast import env as polybeast_env
 
 # --- Numbers and places ---------------------------------------------------------------
-
-
-def test_fewer_actors_than_servers(serve, learn, pipes):
-    servers = serve(pipes_basename=pipes, num_servers=2)
-    run = learn(
-        pipes_basename=pipes, num_servers=2, num_actors=1, total_steps=20 * 2 * E * T
-    )
-    run.wait_for_end(0, 2 * END_SECONDS)
-    assert "1 streams of 3 environments" in run.console
-    assert len(assert_whole_updates(run)) == 20
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
 
 
 def bad_flags(tmp_path):

@@ -56,22 +56,6 @@ def test_servers_killed_in_turn(serve, learn, pipes):
     servers.wait_for_end(143)
 
 
-def test_servers_gone_for_good(serve, learn, pipes):
-    servers = serve(pipes_basename=pipes, num_servers=2)
-    servers.addresses(2)
-    run = learn(
-        pipes_basename=pipes, num_servers=2, connect_timeout=6, checkpoint_interval=600
-    )
-    run.wait_for_updates(3)
-    servers.process.kill()  # its servers end with it
-    servers.process.wait()
-    servers.assert_nothing_left()
-    run.wait_for_end(1, END_SECONDS + 6)
-    assert_says(run, "TransportError: no connection for 6 s: ")
-    run.assert_files()
-    assert_whole_updates(run)
-
-
 def test_a_lost_stream_ends_a_run_with_sync(serve, learn, pipes):
     servers = serve(pipes_basename=pipes, num_servers=2)
     servers.addresses(2)

@@ -156,19 +156,3 @@ def test_tls(tls):
 
 def zeros(_):
     return (zero(0),), ()
-
-
-def test_client_certificates(tls):
-    trust = {"tls_ca": tls / "ours.pem"}
-    server_security = Security(**trust, **identity(tls, "ours-server"))
-    with serving(Env, "127.0.0.1:0", security=server_security) as server:
-
-        def ask(certificate):
-            return probe(
-                server.address, security=Security(**trust, **NAME, **certificate)
-            )
-
-        assert ask(identity(tls, "ours-client"))["num_envs"] == 1
-        for wrong in ({}, identity(tls, "foreign-client")):
-            with pytest.raises(TransportError):
-                ask(wrong)

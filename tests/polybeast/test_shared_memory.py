@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -115,57 +114,3 @@ def threads_with(number, address, most=10**9):
 def test_streams_take_no_thread_each(address):
     few = threads_with(4, address)
     threads_with(36, address, most=few + 2)
-
-
-# --- Peers that offer it and do not mean it -------------------------------------------
-
-
-def handler(wire, stream):
-    """Of a service EnvServer whose method is `stream(requests, context)`."""
-    grpc = pytest.importorskip("grpc")
-    method = grpc.stream_stream_rpc_method_handler(
-        stream,
-        request_deserializer=wire.AgentMessage.FromString,
-        response_serializer=lambda message: message.SerializeToString(),
-    )
-    return grpc.method_handlers_generic_handler(
-        "torchbeast.wire.EnvServer", {"Stream": method}
-    )
-
-
-@pytest.mark.parametrize("process", [0, 1, "own"])
-def test_memory_that_can_not_be_opened_is_not_used(wire, address, process):
-    """The stream carries the messages."""
-    grpc = pytest.importorskip("grpc")
-    chosen = []
-
-    def stream(requests, context):
-        offered = next(requests).hello
-        assert offered.doorbell.process == os.getpid()
-        hello = wire.EnvHello(version=3, num_envs=1)
-        hello.observation_space.box.dtype = wire.UINT8
-        hello.action_space.discrete.n = 2
-        hello.shared_memory.process = os.getpid() if process == "own" else process
-        hello.shared_memory.file = 0
-        hello.shared_memory.nonce = bytes(16)
-        yield wire.EnvMessage(hello=hello)
-        choice = next(requests)
-        chosen.append((choice.WhichOneof("kind"), choice.shared_memory))
-        number = 0
-        for count in range(10**6):
-            row = bytes([count % 256]) + bytes(4) + bytes([count == 0])
-            row += count.to_bytes(8, "little") + bytes(4)
-            step = wire.EnvStep(arrays=row, action_number=number)
-            yield wire.EnvMessage(step=step)
-            number = next(requests).action.number
-
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    server.add_generic_rpc_handlers((handler(wire, stream),))
-    server.add_insecure_port(address)
-    server.start()
-    try:
-        with Run([address], zeros) as run:
-            take(run, 3)
-    finally:
-        server.stop(None).wait(10)
-    assert chosen == [("shared_memory", False)]

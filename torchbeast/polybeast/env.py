@@ -88,7 +88,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     if flags.bind and flags.join:
         raise FlagError("--bind waits for learners, --join connects to one: give one")
     security.security(flags)  # raises before a process is started
-    security.warn_of_exposed_token(flags, addresses(flags))
+    security.warn_of_exposed_token(flags)
     if not (flags.bind or flags.join):
         security.make_private_folder(flags.pipes_basename)
     with processes.StopSignals() as signals, contextlib.ExitStack() as stack:

@@ -93,8 +93,7 @@ class RemoteEnvs:
       expected: the required properties of environments, for libtorchbeast.
 
     Raises:
-      FlagError: --listen is not an address.
-      ServerError: the learner can't listen there.
+      ServerError: the learner can't listen at --listen.
     """
 
     def __init__(self, flags: Flags, seed: int) -> None:
@@ -112,7 +111,7 @@ class RemoteEnvs:
             if n != len(servers):  # docs/operations.md says what this means
                 share = n, min(n, len(servers)), len(servers)
                 log.info("%d streams share %d of %d servers.", *share)
-        warn_of_exposed_token(flags, [flags.listen] if flags.listen else self.addresses)
+        warn_of_exposed_token(flags)
         if flags.listen:
             try:
                 self.listener = libtorchbeast.Listener(
@@ -124,9 +123,7 @@ class RemoteEnvs:
                     security=self.security,
                 )
                 self.listener.start()
-            except ValueError as error:
-                raise FlagError(f"--listen: {error}") from error
-            except RuntimeError as error:
+            except (ValueError, RuntimeError) as error:
                 raise ServerError(f"--listen: {error}") from error
             log.info("Listening at %s", self.listener.address)
 
@@ -182,9 +179,7 @@ class RemoteEnvs:
     def _ask(self, where: str, check: Callable[[EnvSpec], None] | None) -> EnvSpec:
         """The properties of a server's environments, or of those that have connected.
 
-        Raises:
-          TransportError: there are none yet.
-          UserError, RefusedError, WireError, RuntimeError: they are not usable.
+        Raises TransportError if there are none yet, others as find_env_spec.
         """
         found = self._probe_listener(where) if self.listener else self._probe(where)
         try:
@@ -233,14 +228,12 @@ class RemoteEnvs:
         """Waits for the first batch of a learner that listens.
 
         Until then, environments with other spaces wait. They get their turn if those
-        with these spaces have left, make no step for a while, or are very slow.
+        with these spaces have left, make no step for a while, or are very slow. Then
+        it returns False.
 
         Args:
           group: a StreamGroup, whose pool runs.
           checks: called ten times a second; may raise to end the wait.
-
-        Returns:
-          Whether the first batch is there; if not, others have their turn.
         """
         steps, since = 0, (begun := time.monotonic())
         while group.queue.size() < group.items_per_batch:
@@ -282,8 +275,7 @@ def is_final(error: Exception) -> bool:
 def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
     """Makes an EnvSpec from the result of `libtorchbeast.probe`.
 
-    Raises:
-      FlagError: the learner can't use these environments; the message has the reason.
+    Raises FlagError if the learner can't use these environments.
     """
     is_atari = atari.atari_game(flags.env) is not None
     try:

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,20 +69,14 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
     return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
 
 
-def warn_of_exposed_token(flags: argparse.Namespace, addresses: Sequence[str]) -> None:
-    """Logs a warning if others can read the token: in its file, or in the network."""
-    if not flags.token_file:
-        return
-    mode = os.stat(flags.token_file).st_mode
+def warn_of_exposed_token(flags: argparse.Namespace) -> None:
+    """Logs a warning if others can read the file of the token."""
+    mode = os.stat(flags.token_file).st_mode if flags.token_file else 0
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning(
             "Other users can read --token_file %s (its mode is %03o). Use chmod 600.",
             *(flags.token_file, stat.S_IMODE(mode)),
         )
-    tcp = [address for address in addresses if not address.startswith("unix:")]
-    if tcp and not uses_tls(flags):
-        where = ", ".join(dict.fromkeys(tcp))
-        log.warning("The token travels to %s in clear text. Use TLS.", where)
 
 
 def make_private_folder(pipes_basename: str) -> None:

@@ -63,16 +63,11 @@ def serve(flags: Flags, index: int, address: str, pipe: Any) -> None:
 def _end_on_request(
     end: Callable[[], None], seconds: float, pipe: connection.Connection
 ) -> None:
-    """Starts a thread that waits for a request to end, calls `end` and exits later.
+    """Starts a thread that waits for a request to end, calls `end`, and exits later.
 
     A request is SIGTERM, if there is a handler, or the end of the other side of the
     pipe: the parent has died, or closes it because environments may ignore SIGTERM.
-    This works while the main thread is busy. Call it in the main thread.
-
-    Args:
-      end: asks the main thread to exit.
-      seconds: after this the process exits, because an environment hangs.
-      pipe: to the parent, which sends nothing. Another thread may send.
+    `end` asks the main thread to exit. After `seconds` the process exits all the same.
     """
     signals = processes.WakePipe()
     signals.wake_on_signals()
@@ -95,8 +90,7 @@ def run_client(
 
     Args:
       say: logs a message; called in another thread.
-      here: the environments live in this thread. Then another one has to stop the
-        client; Ray's signal handlers can't.
+      here: the environments live in this thread, and another one stops the client.
 
     Raises:
       RefusedForGood: the learner refuses, or no connection with it can work.

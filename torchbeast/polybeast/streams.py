@@ -48,7 +48,6 @@ class StreamGroup:
 
     Args:
       addresses: of the servers, one per stream.
-      envs: the environments of these streams.
       spec: of the first stream; all others are compared with it.
       initial_state: of the model, for one environment.
       first_stream, stream_stride: number of the first stream, and the distance to the
@@ -57,9 +56,6 @@ class StreamGroup:
     Attributes:
       turns: with --sync, a permit per round that the learner has learned from. No
         unroll begins before.
-
-    Raises:
-      FlagError: one of `addresses` is not an address.
     """
 
     def __init__(

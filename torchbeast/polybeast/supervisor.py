@@ -51,13 +51,12 @@ class Server:
 
 
 class Supervisor:
-    """The server processes. One thread at a time.
+    """The server processes, one per address. One thread at a time.
 
     Args:
       serve: the main function of a server process, see serving.py. It sends
         ("ready", address, description), ("log", text), signs of life after it is ready,
         and the ServerError that ends it.
-      addresses: one per server.
     """
 
     def __init__(
@@ -76,12 +75,8 @@ class Supervisor:
     def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
         """Starts servers, also again after they have died, and waits for an event.
 
-        Args:
-          timeout: maximal seconds to wait.
-          wake_up: objects that end the wait when they are ready.
-
-        Raises:
-          ServerError: a server can't start, or crashes again and again.
+        Waits for at most `timeout` seconds, or until one of `wake_up` is ready. Raises
+        ServerError if a server can't start, or crashes again and again.
         """
         now = time.monotonic()
         for server in self.servers:
@@ -146,8 +141,7 @@ class Supervisor:
         who = f"environment server {server.index}"
         if server.crashes > self.flags.max_restarts:
             raise ServerError(
-                f"{who} {how}: crash number {server.crashes} in a row, each less than "
-                f"{HEALTHY_SECONDS:g} s after the server was ready (--max_restarts "
+                f"{who} {how}: crash number {server.crashes} in a row (--max_restarts "
                 f"{self.flags.max_restarts})"
             )
         doublings = min(server.crashes, 10)  # more would be above the longest
