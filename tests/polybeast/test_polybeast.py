@@ -23,7 +23,6 @@ from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import start as polybeast
 from torchbeast.polybeast.acting import ActingModels
 from torchbeast.polybeast.env_connection import server_addresses
-from torchbeast.procs import processes
 from torchbeast.runs import start
 
 POLYBEAST = "torchbeast.polybeast"
@@ -365,7 +364,7 @@ def test_environments_dial_a_learner_and_the_next(tmp_path, small):
 
 
 def test_servers_unless_a_flag_says_how_many(monkeypatch):
-    monkeypatch.setattr(processes, "num_cpus", lambda: 3)
+    monkeypatch.setattr(polybeast, "num_cpus", lambda: 3)
     for words, actors, servers in [
         ([], 4, 3),
         (["--num_actors", "2"], 2, 2),

@@ -196,7 +196,7 @@ def test_a_learner_does_not_wait_with_a_wrong_name(learn, pipes):
     """Nobody else is to be refused for it."""
     run = learn(listen=f"{pipes}.join", encoder="no_such_module:Encoder")
     run.wait_for_end(1)
-    assert "--encoder no_such_module:Encoder: there is no module" in run.console
+    assert "--encoder no_such_module:Encoder: No module named" in run.console
     assert "refused" not in run.console
 
 

@@ -95,7 +95,7 @@ def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
         "total_steps": 6 * 7 * 10,
     }
     runs.run(tmp_path, "mono", **flags)
-    monkeypatch.setenv("VARIANT", POLYBEAST)
+    monkeypatch.setenv("VARIANT", "torchbeast.polybeast.start")
     flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
     runs.run(tmp_path, "poly", **flags)
     mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
