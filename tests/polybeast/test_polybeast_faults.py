@@ -78,12 +78,12 @@ def test_a_joined_environment_that_breaks_a_rule_is_replaced(serve, learn, tmp_p
     )
     run.wait_for_updates(3)
     fault.write_text("nan_reward")
-    run.wait_for(lambda: "reward: nan" in run.console, "the refusal")
+    run.wait_for(lambda: "rewards [nan" in run.console, "the error")
     fault.unlink()
     run.wait_for(lambda: "starting it again" in servers.console, "a restart")
     run.wait_for_updates(5)
     run.wait_for(lambda: int(rows_of(run)[-1]["streams"]) == 2, "both are back")
-    assert "reward: nan" in servers.console
+    assert "rewards [nan" in servers.console
     servers.process.send_signal(signal.SIGTERM)
     servers.wait_for_end(143)
     run.process.send_signal(signal.SIGINT)

@@ -388,7 +388,8 @@ class PeerLog:
         for _, kind, text in events[0]:
             found = PEER.search(text)
             peer = found[0] if found else "others"
-            if peer not in self.lines and len(self.lines) >= MAX_PEERS:
+            is_new = kind == "refused" and peer not in self.lines
+            if is_new and len(self.lines) >= MAX_PEERS:
                 peer = "others"
             self.lines[peer] += 1
             if self.lines[peer] <= LINES:
