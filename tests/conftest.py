@@ -40,7 +40,6 @@ NEED_NATIVE = {  # they start programs that import it
     "test_polybeast.py",
     "test_polybeast_spaces.py",
     "test_polybeast_sync.py",
-    "test_two_hosts.py",
 }
 try:
     # The folder of its sources can be imported, too, but is empty.
