@@ -8,7 +8,7 @@ in model.py, the optimizer and its schedule in optimizer.py.
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,10 +25,12 @@ from torchbeast.core.finite import check_finite, sum_of_weights
 from torchbeast.core.means import mean
 from torchbeast.core.rollout import State
 from torchbeast.flags import Flags
-from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import make_model
 from torchbeast.optimizer import advance, make_optimizer, tell_of_a_higher_rate
 from torchbeast.runs import checkpoint, start
+
+if TYPE_CHECKING:
+    from torchbeast.local.env_spec import EnvSpec
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ class Learner:
     Not thread-safe; see Run.updating.
     """
 
-    def __init__(self, flags: Flags, env_spec: EnvSpec) -> None:
+    def __init__(self, flags: Flags, env_spec: "EnvSpec") -> None:
         torch.manual_seed(flags.seed)
         self.flags, self.env_spec = flags, env_spec
         self.device = devices.learner_device(flags)

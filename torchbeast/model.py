@@ -25,7 +25,7 @@ from torchbeast.core.observations import is_image, iterate_observation, iterate_
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
 from torchbeast.encoders import VectorEncoder, initialize
-from torchbeast.envs import action_masks
+from torchbeast.envs.values import MASK, mask_space
 from torchbeast.flags import Flags
 from torchbeast.recurrent import make_core
 
@@ -161,8 +161,8 @@ class Net(nn.Module):
             y, core_state = self.core.unroll(x.view(T, B, -1), rows["done"], state[:n])
             x, state = y.flatten(0, 1), (*core_state, *state[n:])
         logits = self.policy(x).view(T, B, -1)
-        if action_masks.mask_space(self.observation_space):
-            allowed = rows["observation"][action_masks.NAME].flatten(2) != 0
+        if mask_space(self.observation_space):
+            allowed = rows["observation"][MASK].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
         value_x = self.encode(rows, self.value_vector) if self.value_vector else x
         baseline = self.baseline(value_x).view(T, B, -1).squeeze(-1)

@@ -16,7 +16,7 @@ from torch import nn
 
 from examples.exploration.common import Deviation, Encoder, ends
 from torchbeast.core.rollout import not_replayed
-from torchbeast.envs.action_masks import agent_is_present
+from torchbeast.envs.values import agent_is_present
 from torchbeast.extras.explorer.method import Explored, Method
 
 

@@ -17,7 +17,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.core import means, rollout
 from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.action_masks import AGENT
+from torchbeast.envs.values import AGENT
 from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn, model_loss, rewards_and_discounts
 

@@ -32,9 +32,8 @@ from torchbeast.base.errors import UserError
 from torchbeast.base.hardware import free_memory
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.envs.action_masks import agent_is_present
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, final_name
-from torchbeast.envs.values import FrameStack, parts_of
+from torchbeast.envs.values import FrameStack, agent_is_present, parts_of
 
 SHARED_MEMORY = "/dev/shm"  # on Linux
 

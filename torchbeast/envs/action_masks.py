@@ -3,9 +3,6 @@
 An action mask is the part "action_mask" of a Dict observation, so every row has one.
 model.py gives the actions that it forbids the probability 0. A mask that forbids all,
 as some environments give it at the end of an episode, has no effect.
-
-The part "agent_one_hot" says which agent of a game the row is of. The steps of a row
-whose agent is absent do not count: there the part is zero.
 """
 
 import math
@@ -16,30 +13,19 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from torchbeast.envs.values import InvalidEnvironmentError, describe, num_options
-
-NAME = "action_mask"
-AGENT = "agent_one_hot"
+from torchbeast.envs.values import (
+    MASK,
+    InvalidEnvironmentError,
+    describe,
+    mask_space,
+    num_options,
+)
 
 
 def add_part(observation: Any, name: str, part: Any) -> dict[str, Any]:
     """An observation, or its space, as a dict with a further part."""
     is_dict = isinstance(observation, Mapping)
     return {**(observation if is_dict else {"observation": observation}), name: part}
-
-
-def agent_is_present(observation: Any) -> Any:
-    """Whether rows [...] are of an agent: [...] bool, NumPy or torch; True: all are."""
-    if isinstance(observation, dict) and AGENT in observation:
-        return (observation[AGENT] != 0).any(-1)
-    return True
-
-
-def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
-    """The space of the mask in observations; None without a mask."""
-    if isinstance(observation_space, spaces.Dict):
-        return observation_space.spaces.get(NAME)
-    return None
 
 
 def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:
@@ -49,7 +35,7 @@ def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> N
     if space is None or (has_numbers and math.prod(space.shape or ()) == size > 0):
         return
     raise InvalidEnvironmentError(
-        f"the part {NAME} of the observation is {space}; the actions of "
+        f"the part {MASK} of the observation is {space}; the actions of "
         f"{action_space} need a Box or MultiBinary of {size} numbers. Only Discrete "
         "and MultiDiscrete actions can be masked"
     )
@@ -70,22 +56,22 @@ class MaskFromInfo(gymnasium.Wrapper):
         super().__init__(env)
         self.size = sum(num_options(env.action_space))
         mask = spaces.MultiBinary(max(1, self.size))
-        parts = add_part(env.observation_space, NAME, mask)
+        parts = add_part(env.observation_space, MASK, mask)
         self.observation_space = spaces.Dict(parts)
         check_mask(self.observation_space, env.action_space)
 
     def add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
         """The observation with the mask."""
-        given = info.get(NAME)
+        given = info.get(MASK)
         several = given if isinstance(given, tuple | list) else [given]
         mask = np.concatenate([np.asarray(x).reshape(-1) for x in several or [()]])
         if len(mask) != self.size or mask.dtype.kind not in "biuf":
             raise InvalidEnvironmentError(
-                f"--mask_actions: the info has {describe(given)} as {NAME}, and "
+                f"--mask_actions: the info has {describe(given)} as {MASK}, and "
                 f"{self.env.action_space} needs {self.size} numbers, 0 for what is "
                 f"forbidden; the info is {describe(info)}"
             )
-        return add_part(observation, NAME, (mask != 0).astype(np.int8))
+        return add_part(observation, MASK, (mask != 0).astype(np.int8))
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(**arguments)

@@ -20,11 +20,17 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.envs import action_masks, atari
+from torchbeast.envs import atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
 from torchbeast.envs.make_env import vector_maker
 from torchbeast.envs.seeded_games import SeededGames, game_seed
-from torchbeast.envs.values import InvalidEnvironmentError, plain_space, policy_space
+from torchbeast.envs.values import (
+    InvalidEnvironmentError,
+    agent_is_present,
+    mask_space,
+    plain_space,
+    policy_space,
+)
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +226,7 @@ class Environment:
         observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
         truncated = truncated & ~terminated
-        counts = action_masks.agent_is_present(self._row["observation"])
+        counts = agent_is_present(self._row["observation"])
         self._totals = self._totals.add(reward, counts)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
@@ -280,7 +286,7 @@ class Environment:
         """
         self.set_seed(secrets.randbits(31), self.indices.start)
         row = self.initial()
-        if not action_masks.mask_space(self.observation_space):  # of action 0
+        if not mask_space(self.observation_space):  # of action 0
             self.step(row["last_action"])
 
     def render(self) -> np.ndarray | None:

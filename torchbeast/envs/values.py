@@ -10,6 +10,9 @@ from gymnasium import spaces
 from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested, with_places
 
+# Parts of a Dict observation: which actions are possible now; which agent of a game the
+# row is of. The steps of a row whose agent is absent do not count: the part is zero.
+MASK, AGENT = "action_mask", "agent_one_hot"
 MOST_CHOICES = 2**18  # of a space: they become one-hot vectors, or logits
 
 
@@ -42,6 +45,20 @@ def parts_of(space: spaces.Space) -> Nested:
 def leaves_of(space: spaces.Space) -> list[tuple[str, spaces.Space]]:
     """The leaves of a nested space, each with its place."""
     return list(with_places(parts_of(space), "observation"))
+
+
+def agent_is_present(observation: Any) -> Any:
+    """Whether rows [...] are of an agent: [...] bool, NumPy or torch; True: all are."""
+    if isinstance(observation, dict) and AGENT in observation:
+        return (observation[AGENT] != 0).any(-1)
+    return True
+
+
+def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
+    """The space of the mask in observations; None without a mask."""
+    if isinstance(observation_space, spaces.Dict):
+        return observation_space.spaces.get(MASK)
+    return None
 
 
 def num_options(space: spaces.Space) -> list[int]:

@@ -20,11 +20,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
 from torchbeast.base.named import call_named, find_object, parse_paths
-from torchbeast.envs.action_masks import AGENT, MaskFromInfo, add_part, check_mask
+from torchbeast.envs.action_masks import MaskFromInfo, add_part, check_mask
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
 from torchbeast.envs.make_env import names_python, takes
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.envs.values import InvalidEnvironmentError, check_spaces, read
+from torchbeast.envs.values import AGENT, InvalidEnvironmentError, check_spaces, read
 
 
 def vector_maker(
