@@ -336,9 +336,7 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
       {"truncated", {{DType::kBool, {}}, any}},
       {"game_over", {{DType::kBool, {}}, any}},
       {"game_step", {{DType::kInt64, {}}, count}},
-      {"game_return", {{DType::kFloat32, {}}, finite()}},
-      {"env_warnings",
-       {{DType::kInt64, {}}, {{0}, {static_cast<double>(kMaxWarnings)}}}}};
+      {"game_return", {{DType::kFloat32, {}}, finite()}}};
   if (has_action_space && action.is_leaf()) {
     const auto& [dtype, shape] = action.leaf();
     known["last_action"] = {{dtype, shape.tail()},

@@ -25,7 +25,6 @@ constexpr int64_t kMaxElements = 1 << 20;       // of one environment's observat
 constexpr int64_t kMaxChoices = 1 << 18;        // of an observation: sum of all n
 constexpr int64_t kMaxActionNumbers = 1 << 16;  // of an action: elements, sum of all n
 constexpr int64_t kMaxStep = int64_t{1} << 53;  // of an episode or a game
-constexpr int64_t kMaxWarnings = (int64_t{1} << 31) - 1;  // of a step: they are summed
 constexpr int64_t kMaxMessageBytes = 256 << 20;
 constexpr int64_t kMaxHelloBytes = 4 << 20;
 constexpr size_t kMaxNameBytes = 1024;

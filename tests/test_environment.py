@@ -506,13 +506,6 @@ def test_resume_refuses():
     envs.initial()
     with pytest.raises(ValueError, match="2 x CartPole-v1, but this run has 3 x"):
         Environment(flags, 3).load_state_dict(envs.state_dict())
-    envs = Environment(env_flags("CartPole-v1"), 2)
-    envs.initial()
-    with pytest.raises(RuntimeError, match="--sync"):
-        envs.state_dict()
-    native = Environment(env_flags("Pong-v4", atari_backend="native", sync=True), 1)
-    with pytest.raises(RuntimeError, match="--atari_backend python"):
-        native.state_dict()
 
 
 def stacked_squares():

@@ -112,27 +112,6 @@ def test_arguments_and_wrappers_that_can_not_work(changes, error, match):
 # --- Pictures -------------------------------------------------------------------------
 
 
-class NoOpenGL(Counter):
-    """Raises like MuJoCo on a machine without a display."""
-
-    metadata: ClassVar = {"render_modes": ["rgb_array"]}
-
-    def __init__(self, render_mode=None):
-        super().__init__()
-        self.render_mode = render_mode
-
-    def render(self):
-        raise OSError("no OpenGL platform library")
-
-
-def test_a_picture_that_can_not_be_drawn():
-    env = Environment(env_flags(here(NoOpenGL)), 2, render_mode="rgb_array")
-    env.initial()
-    with pytest.raises(RuntimeError, match=r"NoOpenGL .*MUJOCO_GL=egl") as error:
-        env.render()
-    assert isinstance(error.value.__cause__, OSError)
-
-
 def test_video_of_a_class_without_render_mode():
     with pytest.raises(InvalidEnvironmentError, match="its render_mode is None"):
         create_env(env_flags(here(Counter)), render_mode="rgb_array")

@@ -301,7 +301,6 @@ TEST(Values, OutOfRangeAreRefused) {
   add_field(&hello, "last_action", wire::INT64, {});
   add_field(&hello, "game_return", wire::FLOAT32, {});
   add_field(&hello, "mask", wire::FLOAT32, {});
-  add_field(&hello, "env_warnings", wire::INT64, {});
   enum {
     kB,
     kBounded,
@@ -318,8 +317,7 @@ TEST(Values, OutOfRangeAreRefused) {
     kReturn,
     kLastAction,
     kGameReturn,
-    kMask,
-    kWarnings
+    kMask
   };
   const std::string magnitude =
       "; allowed are finite numbers from -3.40282e+38 to 3.40282e+38";
@@ -360,11 +358,6 @@ TEST(Values, OutOfRangeAreRefused) {
   EXPECT_NE(value_refusal<float>(hello, kGameReturn, 0, std::nanf("")), "accepted");
   EXPECT_EQ(value_refusal<int64_t>(hello, kLastAction, 2, 6),
             "last_action: 6 in environment 2; allowed are 0 to 5");
-  const int64_t most = (int64_t{1} << 31) - 1;
-  EXPECT_EQ(value_refusal<int64_t>(hello, kWarnings, 1, most), "accepted");
-  EXPECT_EQ(value_refusal<int64_t>(hello, kWarnings, 1, most + 1),
-            "env_warnings: 2147483648 in environment 1; allowed are 0 to 2147483647");
-  EXPECT_NE(value_refusal<int64_t>(hello, kWarnings, 0, -1), "accepted");
   // An own field may say anything.
   EXPECT_EQ(value_refusal<float>(hello, kMask, 2, -inf), "accepted");
 }

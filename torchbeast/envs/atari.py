@@ -261,24 +261,22 @@ def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
     return info["frame_number"] - info["episode_frame_number"]
 
 
-def check_native(flags: argparse.Namespace) -> None:
-    """Raises FlagError if a flag needs the Python wrappers."""
+def make_atari_vec(
+    flags: argparse.Namespace, num_envs: int | None, render_mode: None = None
+) -> NativeAtari:
+    """Makes `num_envs` environments in C++, stepped by one thread.
+
+    Each step returns new arrays. Raises FlagError if a flag needs the Python wrappers.
+    """
     if flags.wrapper or flags.mask_actions or json.loads(flags.env_kwargs or "{}"):
         raise FlagError(
             f"for {flags.env}, --wrapper, --mask_actions and --env_kwargs need "
             "--atari_backend python"
         )
-
-
-def make_atari_vec(flags: argparse.Namespace, num_envs: int) -> NativeAtari:
-    """Makes `num_envs` environments in C++, stepped by one thread.
-
-    Each step returns new arrays.
-    """
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
     env = AtariVectorEnv(
         atari_game(flags.env) or flags.env,
-        num_envs,
+        num_envs or 1,
         num_threads=1,  # actor processes run in parallel already
         autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
         max_num_frames_per_episode=2**31 - 1,  # NativeAtari truncates

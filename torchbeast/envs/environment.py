@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
@@ -23,7 +22,7 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.envs import atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
 from torchbeast.envs.make_env import vector_maker
-from torchbeast.envs.seeded_games import SeededGames, game_seed
+from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
     agent_is_present,
@@ -38,22 +37,10 @@ log = logging.getLogger(__name__)
 def example_environment(flags: argparse.Namespace) -> "Environment":
     """One environment; of vector environments as many as a run has in one object.
 
-    They may come in groups, so that one alone can't be made. Raises what Environment
-    raises.
+    They may come in groups, so that one alone can't be made.
     """
     E = getattr(flags, "envs_per_actor", None)
     return Environment(flags, E if vector_maker(flags) else 1)
-
-
-def check_same_spaces(name: str, first: Any, other: Any) -> None:
-    """Raises InvalidEnvironmentError if two instances of --env differ in a space."""
-    for kind in "observation_space", "action_space":
-        one, two = getattr(first, kind), getattr(other, kind)
-        if one != two:
-            raise InvalidEnvironmentError(
-                f"--env {name}: all instances need the same spaces, but one has the "
-                f"{kind} {one}, another {two}"
-            )
 
 
 class Totals(NamedTuple):
@@ -117,12 +104,10 @@ class Environment:
 
     Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
     bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
-    Integers count from 0 for any `start` of the space. Floats are
-    clipped to the bounds.
+    Integers count from 0 for any `start` of the space. Floats are clipped to bounds.
 
     Uses the flags env, env_kwargs, wrapper, mask_actions, seed, sync and, for Atari,
-    atari_backend and those of atari.py. Rendering always uses the Python
-    wrappers.
+    atari_backend and those of atari.py. Rendering always uses the Python wrappers.
     """
 
     def __init__(
@@ -148,9 +133,11 @@ class Environment:
         self.flags = flags
         is_atari = atari.atari_game(flags.env) is not None
         self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        self.envs: Any = self._call(self._make, num_envs, render_mode)
+        is_native = is_atari and flags.atari_backend == "native" and not render_mode
+        make = atari.make_atari_vec if is_native else make_games
+        self.envs: Any = self._call(make, flags, num_envs, render_mode)
         self.num_envs: int = self.envs.num_envs
-        # Games that can be replayed; a game of several agents is several environments.
+        # Those that can be replayed. A game of several agents is several environments.
         self.games: list[Any] = getattr(self.envs, "envs", [])
         self.exact_resume = bool(self.games)
         self.observation_space = plain_space(self.envs.single_observation_space)
@@ -158,23 +145,6 @@ class Environment:
         self.final_observation: Any = None
         self._row: dict[str, Any] = {}
         self.set_seed(flags.seed, first_index)
-
-    def _make(self, num_envs: int | None, render_mode: str | None) -> Any:
-        flags = self.flags
-        is_atari = atari.atari_game(flags.env) is not None
-        if is_atari and flags.atari_backend == "native" and not render_mode:
-            atari.check_native(flags)
-            return atari.make_atari_vec(flags, num_envs or 1)
-        if make := vector_maker(flags, render_mode):
-            return make(num_envs)
-        games = [SeededGames(flags, e, render_mode) for e in range(num_envs or 1)]
-        for game in games:
-            check_same_spaces(flags.env, games[0], game)
-        next_game = iter(games).__next__
-        return gymnasium.vector.SyncVectorEnv(
-            [next_game] * len(games),
-            autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
-        )
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls code of environments."""
@@ -279,11 +249,7 @@ class Environment:
         return concatenate(self.observation_space, observations, out)
 
     def try_out(self) -> None:
-        """Resets and steps each environment once, to find errors early.
-
-        These games do not count. Raises what the environments raise, or
-        InvalidEnvironmentError.
-        """
+        """Resets and steps each environment once, to find errors early."""
         self.set_seed(secrets.randbits(31), self.indices.start)
         row = self.initial()
         if not mask_space(self.observation_space):  # of action 0
@@ -291,14 +257,7 @@ class Environment:
 
     def render(self) -> np.ndarray | None:
         """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""
-        try:
-            return self._call(self.envs.render)[0]
-        except Exception as error:
-            raise RuntimeError(
-                f"--env {self.flags.env} can't be rendered, see the error above. "
-                "Without a display, MuJoCo and DeepMind Control need MUJOCO_GL=egl or "
-                "MUJOCO_GL=osmesa (docs/environments.md)"
-            ) from error
+        return self._call(self.envs.render)[0]
 
     def close(self) -> None:
         """Closes the environments. What close() raises is only a warning."""
@@ -316,19 +275,10 @@ class Environment:
 
         It replays the current games, which is exact if an environment is a function of
         its seed and actions. The state holds only tensors and plain Python values, so
-        that it loads with `weights_only=True`.
-
-        Raises:
-          RuntimeError: the actions were not logged (--sync is off), or the environments
-            are native vector environments.
+        that it loads with `weights_only=True`. Needs `exact_resume` and flags.sync.
         """
-        if not self.exact_resume:
-            raise RuntimeError(
-                "native vector environments can't save games in progress; for Atari, "
-                "use --atari_backend python"
-            )
-        if not getattr(self.flags, "sync", False):
-            raise RuntimeError("environments can be saved in --sync mode only")
+        assert self.exact_resume
+        assert self.flags.sync, "the actions are not logged"
         space = self.envs.single_action_space  # not the policy's
         shape, dtype = space.shape or (), space.dtype
         state = {

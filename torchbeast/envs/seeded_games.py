@@ -1,4 +1,4 @@
-"""One environment whose games are functions of a seed and the actions."""
+"""Environments whose games are functions of a seed and the actions."""
 
 import argparse
 import copy
@@ -10,8 +10,8 @@ import numpy as np
 
 from torchbeast.envs import extra_fields
 from torchbeast.envs.extra_fields import GAME_OVER
-from torchbeast.envs.make_env import create_env
-from torchbeast.envs.values import read
+from torchbeast.envs.make_env import create_env, vector_maker
+from torchbeast.envs.values import InvalidEnvironmentError, read
 
 
 def game_seed(seed: int, index: int, game: int) -> int:
@@ -84,3 +84,30 @@ class SeededGames(gymnasium.Wrapper):
             if terminated or truncated:
                 observation, _ = self.reset()
         return [observation]
+
+
+def make_games(
+    flags: argparse.Namespace, num_envs: int | None, render_mode: str | None
+) -> Any:
+    """The environments in one object, which resets those that end in the same step."""
+    if make := vector_maker(flags, render_mode):
+        return make(num_envs)
+    games = [SeededGames(flags, e, render_mode) for e in range(num_envs or 1)]
+    for game in games:
+        check_same_spaces(flags.env, games[0], game)
+    next_game = iter(games).__next__
+    same_step = gymnasium.vector.AutoresetMode.SAME_STEP
+    return gymnasium.vector.SyncVectorEnv(
+        [next_game] * len(games), autoreset_mode=same_step
+    )
+
+
+def check_same_spaces(name: str, first: Any, other: Any) -> None:
+    """Raises InvalidEnvironmentError if two instances of --env differ in a space."""
+    for kind in "observation_space", "action_space":
+        one, two = getattr(first, kind), getattr(other, kind)
+        if one != two:
+            raise InvalidEnvironmentError(
+                f"--env {name}: all instances need the same spaces, but one has the "
+                f"{kind} {one}, another {two}"
+            )

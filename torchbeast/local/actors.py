@@ -21,7 +21,8 @@ from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.environment import Environment, check_same_spaces
+from torchbeast.envs.environment import Environment
+from torchbeast.envs.seeded_games import check_same_spaces
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.procs import children
