@@ -11,7 +11,8 @@ import torch
 
 from torchbeast.base.nested import Nested
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.environment import check_same_spaces, example_environment
+from torchbeast.envs.environment import example_environment
+from torchbeast.envs.seeded_games import check_same_spaces
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, make_envs
 from torchbeast.local.env_spec import EnvSpec, spec_of
