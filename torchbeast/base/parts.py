@@ -29,6 +29,7 @@ loads neither PyTorch nor its package: it imports them where it uses them.
 
 import functools
 import importlib
+import importlib.util
 import logging
 import pkgutil
 from types import ModuleType
@@ -46,6 +47,13 @@ def find(package: str = "torchbeast.extras") -> tuple[ModuleType, ...]:
         return ()
     names = [x.name for x in pkgutil.iter_modules(folder.__path__)]
     return tuple(importlib.import_module(f"{package}.{x}") for x in names)
+
+
+def optional(name: str) -> Any:
+    """One part, without an import of the others; None if it was deleted."""
+    if importlib.util.find_spec(f"torchbeast.extras.{name}") is None:
+        return None
+    return importlib.import_module(f"torchbeast.extras.{name}")
 
 
 def groups() -> list[Any]:

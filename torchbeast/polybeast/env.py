@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any
 
+from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
-from torchbeast.extras import metrics
 from torchbeast.flags import Atari, Environment, Flags
 from torchbeast.polybeast import security
 from torchbeast.polybeast.flags import Connection, OfServers, Servers
@@ -71,7 +71,9 @@ def addresses(flags: Flags) -> list[str]:
 
 
 def make_parser() -> FlagParser:
-    groups = (OfServers, metrics.Flags, Environment, Atari, Servers, Connection)
+    metrics = parts.optional("metrics")
+    optional = [metrics.Flags] if metrics else []
+    groups = (OfServers, *optional, Environment, Atari, Servers, Connection)
     return FlagParser("PolyBeast's environment servers.", groups, {})
 
 
@@ -94,8 +96,8 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     with processes.StopSignals() as signals, contextlib.ExitStack() as stack:
         servers = Supervisor(serve, flags, addresses(flags))
         stack.callback(servers.stop)
-        if flags.metrics_port:
-            endpoint = metrics.Endpoint(
+        if getattr(flags, "metrics_port", 0):
+            endpoint = parts.optional("metrics").Endpoint(
                 flags, servers.collect, servers.liveness, servers.readiness
             )
             stack.callback(endpoint.close)

@@ -30,16 +30,13 @@ import torch
 
 from torchbeast import flags as declared_flags
 from torchbeast.base import devices, parts, ranks
-from torchbeast.base.errors import FileError, FlagError
+from torchbeast.base.errors import CheckpointError, FileError, FlagError, UserError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.named import find_named
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step
-from torchbeast.extras import record
-from torchbeast.extras.explorer.method import find_method
-from torchbeast.extras.replay.episodes import ReplayError
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.model import CHOICES
@@ -140,8 +137,10 @@ def connect(
             find_named("--encoder", start.flags.encoder)
         if ":" in start.flags.core:
             find_named("--core", start.flags.core)
-        if start.flags.explorer:
-            find_method(start.flags.explorer)
+        if explorer := getattr(start.flags, "explorer", None):
+            from torchbeast.extras.explorer.method import find_method  # optional
+
+            find_method(explorer)
         while True:
             spec = envs.find_env_spec(check_servers, check)
             with contextlib.ExitStack() as undo_run:
@@ -149,9 +148,9 @@ def connect(
                     run = Run(start, Learner(start.flags, spec))
                     undo_run.callback(run.abandon)
                     streams, models = start_acting(run, envs)
-                except FileError:  # it is not due to the environments
+                except (FileError, CheckpointError):  # not due to the environments
                     raise
-                except (FlagError, ReplayError) as error:  # batches are too large
+                except UserError as error:  # batches are too large
                     envs.refuse(spec.hello, error)
                     continue
                 # Environments that join determine the spaces, with their first batch.
@@ -248,6 +247,8 @@ def train(
     run.on_update = finish
     with run:
         if streams.order:
+            from torchbeast.extras import record  # optional
+
             streams.order.append = record.begin_record(run)
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",

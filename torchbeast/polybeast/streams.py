@@ -6,6 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import memory_limit
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core import rollout
-from torchbeast.extras.record import InferenceOrder
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.remote_envs import RemoteEnvs
@@ -159,7 +159,11 @@ class Streams:
         self.env_fields = rollout.env_fields(
             spec.observation_space, learner.model.distribution
         )
-        self.order = InferenceOrder() if flags.record and not flags.sync else None
+        self.order: Any = None
+        if getattr(flags, "record", False) and not flags.sync:
+            from torchbeast.extras.record import InferenceOrder  # optional
+
+            self.order = InferenceOrder()
         parts = [[x] for x in envs.addresses] if flags.sync else [envs.addresses]
         self.groups = [
             StreamGroup(

@@ -15,7 +15,6 @@ from typing import Any
 
 from torchbeast.base.errors import UserError
 from torchbeast.base.seldom import Seldom
-from torchbeast.extras import metrics
 from torchbeast.flags import Flags
 from torchbeast.polybeast.security import ServerError
 from torchbeast.procs import children
@@ -173,6 +172,8 @@ class Supervisor:
         return f"not ready: server {', '.join(down)}" if down else None
 
     def collect(self) -> Iterable[Any]:
+        from torchbeast.extras import metrics
+
         ready = sum(bool(x.child and x.ready) for x in self.servers)
         yield metrics.family("servers_ready", ready)
         yield metrics.family("server_starts", sum(x.starts for x in self.servers))
