@@ -27,12 +27,12 @@ class Environment(faulty.Environment):
 PAUSING_LOSS = """
 from torchbeast import learner, monobeast
 loss = learner.impala_loss
-def pausing(*arguments):
+def pausing(*arguments, **more):
     breakpoint()
-    return loss(*arguments)
+    return loss(*arguments, **more)
 if __name__ == "__main__":
     learner.impala_loss = pausing
-    monobeast.main()
+    raise SystemExit(monobeast.main())
 """
 
 

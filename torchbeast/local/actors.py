@@ -5,7 +5,6 @@ import logging
 import os
 import pickle
 import random
-import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
@@ -176,7 +175,6 @@ class Actors:
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.steps = rollout.step_counters(flags.num_actors)
         self.watch = children.StepWatch(flags.actor_timeout)
-        self.children: list[children.Child] = []
         self._group = children.Children(actor_context(), STOP_SECONDS)
         try:
             self._start(saved)
@@ -186,17 +184,16 @@ class Actors:
 
     def _start(self, saved: Sequence[dict[str, Any]] | None) -> None:
         """Starts the processes: fills `children`."""
-        actor_class, env_spec, buffers = self._arguments
         first = ranks.rank() * self.flags.num_actors  # each rank plays other games
         for index, steps in enumerate(self.steps):
-            state = pickle.dumps(saved[index]) if saved else None
-            memory, number = self.weights.memory, first + index
-            arguments = actor_class, self.flags, env_spec, number, buffers, memory
-            child = self._group.start(
-                f"actor {number}", run_actor, *arguments, state, steps
-            )
+            number, state = first + index, saved and pickle.dumps(saved[index])
+            actor_class, env_spec, buffers = self._arguments
+            about = actor_class, self.flags, env_spec, number, buffers
+            memory = self.weights.memory
+            who = f"actor {number}"
+            child = self._group.start(who, run_actor, *about, memory, state, steps)
             child.steps = steps
-            self.children.append(child)
+        self.children = list(self._group.alive)
 
     def timing_shares(self) -> dict[str, float]:
         """How the actors spent their time, on average."""
@@ -268,14 +265,10 @@ class Actors:
 
     def close(self) -> None:
         """Ends all processes and the programs that their environments have started."""
-        for child in self.children:  # they can still send what close() raises
-            end = socket.socket(fileno=os.dup(child.pipe.fileno()))
-            with end, contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_WR)
+        for child in self._group.alive:
+            child.pipe.close()  # asks it to exit
         self._group.end(STOP_SECONDS)
         self._group.close()
-        for child in self.children:
-            child.pipe.close()
 
     def _receive(self, child: children.Child) -> Iterator[tuple]:
         """Yields the "done" and "saved" that have arrived from an actor."""
