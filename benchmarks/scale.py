@@ -35,7 +35,7 @@ from throughput import ROOT, describe_machine
 from torchbeast.base.nested import flatten
 from torchbeast.envs.environment import Environment
 from torchbeast.polybeast import env as polybeast_env
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 from torchbeast.tools.autotune import Layout
 from torchbeast.tools.trial import Measured, try_command
 
@@ -49,7 +49,7 @@ exec "$@"
 
 def row_bytes(argv: Sequence[str]) -> float:
     """Bytes of a step: what an environment says, and the action."""
-    flags = start.parse(polybeast_env.make_parser(), argv).freeze()
+    flags = flagset.parse(polybeast_env.make_parser(), argv).freeze()
     with contextlib.closing(Environment(flags, 1)) as env:
         return sum(x.nbytes for x in flatten(env.initial())) + 8
 

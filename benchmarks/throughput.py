@@ -56,7 +56,7 @@ from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 from torchbeast.tools.trial import Trial, machine_busy, process_tree, read_ticks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -390,8 +390,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             run_argv = [*common_argv, "--precision", precision]
             # PolyBeast gets MonoBeast's layout: the same actors, each with the same
             # environments.
-            flags = start.parse(monobeast.make_parser(), run_argv)
-            flags = monobeast.resolve_layout(start.resolve(flags)).freeze()
+            flags = flagset.parse(monobeast.make_parser(), run_argv)
+            flags = monobeast.resolve_layout(flagset.resolve(flags)).freeze()
             layout = {name: getattr(flags, name) for name in LAYOUT}
             for name in ("num_actors", "envs_per_actor"):
                 run_argv += [f"--{name}", str(layout[name])]

@@ -14,7 +14,7 @@ from torchbeast.learner import Learner
 from torchbeast.local.actors import make_envs
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 T, E, SLOTS = 7, 3, 8
 
@@ -26,8 +26,8 @@ def parts():
         f"--env CartPole-v1 --disable_cuda --precision fp32 --use_lstm --sync --seed 5 \
         --unroll_length {T} --envs_per_actor {E} --num_buffers {SLOTS} --num_actors 1"
     )
-    flags = start.parse(monobeast.make_parser(), argv.split())
-    flags = start.resolve(flags)
+    flags = flagset.parse(monobeast.make_parser(), argv.split())
+    flags = flagset.resolve(flags)
     with contextlib.closing(Environment(flags, 1)) as env:
         spec = EnvSpec(env.observation_space, env.action_space, 1)
     learner = Learner(flags, spec)

@@ -17,12 +17,12 @@ from torchbeast.base.errors import UserError
 from torchbeast.envs.environment import Environment
 from torchbeast.model import make_model
 from torchbeast.play import evaluate
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 
 def make_flags(*words):
-    flags = start.parse(monobeast.make_parser(), words)
-    return monobeast.resolve_layout(start.resolve(flags)).freeze()
+    flags = flagset.parse(monobeast.make_parser(), words)
+    return monobeast.resolve_layout(flagset.resolve(flags)).freeze()
 
 
 def make_weights(flags):

@@ -14,7 +14,7 @@ from torchbeast.core import rollout, vtrace
 from torchbeast.core.acting import act_step
 from torchbeast.learner import Learner, impala_loss, learn, model_loss
 from torchbeast.local.env_spec import EnvSpec
-from torchbeast.runs import checkpoint, start
+from torchbeast.runs import checkpoint, flagset
 
 T, B, A = 6, 4, 3
 OBSERVATION = spaces.Box(-1, 1, (5,), np.float32)
@@ -25,7 +25,7 @@ SMALL = ["--unroll_length", str(T), "--batch_size", str(B), "--precision", "fp32
 
 def make_learner(*argv: str) -> Learner:
     arguments = ["--env", "CartPole-v1", "--disable_cuda", *SMALL, *argv]
-    flags = start.parse(monobeast.make_parser(), arguments)
+    flags = flagset.parse(monobeast.make_parser(), arguments)
     return Learner(flags, EnvSpec(OBSERVATION, spaces.Discrete(A), 1))
 
 

@@ -17,21 +17,21 @@ import pathlib
 import pytest
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 parser = monobeast.make_parser()
 
 def parse(*words, **more):
-    return start.merge(start.read(parser, words), **more)
+    return flagset.merge(flagset.read(parser, words), **more)
 
 assert "--curiosity_cost CURIOSITY_COST" in parser.format_help()
 assert "its weight (default: 0.5)" in parser.format_help()
 assert parse().curiosity_cost == 0.5
 assert parse("--preset=minatar").curiosity_cost == 0.5
-flags = start.resolve(parse("--curiosity_cost=2")).freeze()
+flags = flagset.resolve(parse("--curiosity_cost=2")).freeze()
 assert flags.curiosity_cost == 2.0
 with pytest.raises(FlagError, match="--curiosity_cost must be at least 0"):
-    start.resolve(parse("--curiosity_cost=-1"))
+    flagset.resolve(parse("--curiosity_cost=-1"))
 with pytest.raises(SystemExit):
     parse("--curiosity_cost=a")
 saved = flags.as_dict()
@@ -43,8 +43,8 @@ with pytest.raises(FlagError, match="flag curiosity_cost is 'x'"):
     parse(saved={"curiosity_cost": "x"})
 pathlib.Path("run.toml").write_text("curiosity_cost = 7")
 assert parse("--config=run.toml").curiosity_cost == 7.0
-assert "curiosity_cost" not in start.FREE_TO_CHANGE
-assert "curiosity_cost" in start.FREE_TO_CHANGE_IN_SYNC
+assert "curiosity_cost" not in flagset.FREE_TO_CHANGE
+assert "curiosity_cost" in flagset.FREE_TO_CHANGE_IN_SYNC
 """
 
 

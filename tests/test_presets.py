@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchbeast.presets import PRESETS
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 from torchbeast.runs.files import strict_json
 
 GOLDEN = Path(__file__).with_name("presets.json")
@@ -30,7 +30,7 @@ def meaning(variant, preset):
     """All resolved flags of a script with this preset."""
     script = importlib.import_module(f"torchbeast.{SCRIPTS[variant]}")
     words = [f"--preset={preset}"] if preset else []
-    flags = start.resolve(start.parse(script.make_parser(), words))
+    flags = flagset.resolve(flagset.parse(script.make_parser(), words))
     values = script.resolve_layout(flags).as_dict()
     return strict_json({k: v for k, v in values.items() if k not in {*OPEN, "xpid"}})
 

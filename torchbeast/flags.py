@@ -6,7 +6,7 @@ Parts declare their own: polybeast/flags.py, extras/.
 
 START: describes one start. FREE: does not change what is learned. TUNE: how to learn
 from now on. Only these may change at a resume with --sync; without it, every flag that
-fits the checkpoint may. start.preset_flags says what a preset sets.
+fits the checkpoint may. flagset.preset_flags says what a preset sets.
 
 A flag with the default None and a type without None is filled in by `resolve` or by
 `resolve_layout` of a script. Importing this module does not load torch, because
@@ -126,11 +126,13 @@ class Model(Group):
     use_lstm: bool = flag(False, "add a recurrent core, see --core")
     core: str = flag("lstm", "kind of the recurrent core: lstm, gru or a class",
         metavar="KIND|MODULE:CLASS[JSON]")
-    core_size: int = flag(256, "units of each layer of the recurrent core", COUNT)
-    core_layers: int = flag(1, "layers of the recurrent core", COUNT)
+    core_size: int = flag(256, "units of each layer of the recurrent core", COUNT,
+        needs="use_lstm")
+    core_layers: int = flag(1, "layers of the recurrent core", COUNT,
+        needs="use_lstm")
     forget_bias: float = flag(0.0,
         "added to the bias of the gate that keeps the core's state; 1 or 2 help it "
-        "to remember from the start", FINITE)
+        "to remember from the start", FINITE, needs="use_lstm")
     normalize_observations: bool = flag(False,
         "scale numbers, but not images and categories, by running mean and "
         "deviation; their MLPs then have tanh instead of ReLU")
@@ -220,17 +222,20 @@ class Optimizer(Group):
 
 class Replay(Group):
     title = "replay (LASER)"
-    replay_size: int = flag(0, "steps that the replay holds", COUNT_OR_0)
+    replay_size: int = flag(0, "steps that the replay holds", COUNT_OR_0,
+        needs="replay_ratio")
     replay_ratio: float = flag(0.0, "replayed rollouts per new rollout", AT_LEAST_0)
     learn_start: int = flag(None,
         "learn when the replay has this many steps (default: 10,000, at most half "
-        "of the replay)", COUNT_OR_0)
+        "of the replay)", COUNT_OR_0, needs="replay_ratio")
     kl_threshold: float = flag(0.3,
         "a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
-        AT_LEAST_0_OR_INF, TUNE)
+        AT_LEAST_0_OR_INF, TUNE, needs="replay_ratio")
     replay_file: str | None = flag(None,
-        "keep the replay in this file; it is deleted when the run ends", FREE)
-    save_replay: bool = flag(False, "save the replay with each checkpoint", FREE)
+        "keep the replay in this file; it is deleted when the run ends", FREE,
+        needs="replay_ratio")
+    save_replay: bool = flag(False, "save the replay with each checkpoint", FREE,
+        needs="replay_ratio")
 
 
 class Test(Group):

@@ -27,7 +27,7 @@ from torchbeast.core.rollout import State
 from torchbeast.flags import Flags
 from torchbeast.model import make_model
 from torchbeast.optimizer import advance, make_optimizer, tell_of_a_higher_rate
-from torchbeast.runs import checkpoint, start
+from torchbeast.runs import checkpoint, flagset
 
 if TYPE_CHECKING:
     from torchbeast.local.env_spec import EnvSpec
@@ -267,7 +267,7 @@ class Learner:
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
-        if start.changed(state["flags"], self.flags):
+        if flagset.changed(state["flags"], self.flags):
             # Take the optimizer's moments only, and the new schedule at this step.
             advance(self.scheduler, self.step // self.steps_per_batch)
             before = state["scheduler_state_dict"]["_last_lr"][0]

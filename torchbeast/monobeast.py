@@ -58,13 +58,10 @@ from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
 from torchbeast.play.evaluate import evaluate
 from torchbeast.runs import checkpoint
+from torchbeast.runs.flagset import parse, resolve
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
-from torchbeast.runs.start import (
-    Start,
-    check_games_can_be_saved,
-    run_script,
-)
+from torchbeast.runs.start import Start, check_games_can_be_saved, run_script
 
 log = logging.getLogger("torchbeast.monobeast")
 
@@ -447,6 +444,11 @@ def resolve_layout(flags: Flags) -> Flags:
             f"{B}, and --num_buffers must equal it, got {flags.num_buffers}"
         )
     return flags
+
+
+def make_flags(argv: Sequence[str] = ()) -> Flags:
+    """The flags of a command line, resolved and frozen: for notebooks and tests."""
+    return resolve_layout(resolve(parse(make_parser(), argv))).freeze()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """--preset: named sets of flags.
 
 These are the differences from the defaults in flags.py. A preset also sets the other
-flags that determine what a run learns, see start.preset_flags, but not those that fit
+flags that determine what a run learns, see flagset.preset_flags, but not those that fit
 the run to the machine, unless it depends on them; tests/presets.json shows all.
 """
 

@@ -13,7 +13,7 @@ from watched_runs import processes_of_session, wait_until
 
 from torchbeast import monobeast
 from torchbeast.play import evaluate
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 from torchbeast.runs.files import read_meta
 
 FLAGS = {
@@ -56,9 +56,9 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     assert best["stats"]["eval_return"] >= max(value for _, value in found)
     # What another process says of these weights:
     argv = ["--xpid=a", "--mode=test"]
-    typed = start.read(monobeast.make_parser(), argv)
-    flags = start.merge(typed, best["flags"])
-    flags = start.resolve(flags).freeze()
+    typed = flagset.read(monobeast.make_parser(), argv)
+    flags = flagset.merge(typed, best["flags"])
+    flags = flagset.resolve(flags).freeze()
     weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
     games = list(evaluate.play(flags, weights, range(3), stream=stream))
     mean = statistics.fmean(game.game_return for game in games)
@@ -83,7 +83,7 @@ def test_what_a_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
     flags = {"total_steps": FOREVER}
     flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
     output = runs.run(tmp_path, "a", **flags, status=1)
-    assert "imports the code of faulty" in output
+    assert "names --env faulty:Environment" in output
 
 
 def test_a_damaged_best_checkpoint_is_replaced(tmp_path):

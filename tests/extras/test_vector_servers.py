@@ -13,7 +13,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.envs.environment import Environment
 from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast.remote_envs import make_env_spec
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 # --- Vectorised environments ----------------------------------------------------------
 
@@ -41,7 +41,7 @@ def test_vector_hello(address):
 def test_names_of_the_learners_own_fields(address, name):
     """The loss would take them for its mask."""
     words = ["--batch_size", "2", "--num_actors", "1"]
-    flags = start.parse(polybeast_learner.make_parser(), words)
+    flags = flagset.parse(polybeast_learner.make_parser(), words)
     with serving(lambda: Vector(extra={name: np.zeros(2, np.int64)}), address):
         found = probe(address)
     with pytest.raises(FlagError, match=name):

@@ -28,7 +28,7 @@ from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import env_connection, security
 from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast.remote_envs import expected_environment
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 SECONDS = 60  # for what takes a moment on an idle machine
 
@@ -158,13 +158,13 @@ def test_joined_ones_are_numbered_as_they_come_and_keep_their_games(tmp_path):
 
 def env_flags(*argv, **changes):
     parser = polybeast_env.make_parser()
-    flags = start.parse(parser, argv)
+    flags = flagset.parse(parser, argv)
     return flags.replace(**changes)
 
 
 def expected(*argv):
     parser = polybeast_learner.make_parser()
-    return expected_environment(start.parse(parser, argv))
+    return expected_environment(flagset.parse(parser, argv))
 
 
 def test_settings_are_all_flags_that_shape_the_environments():

@@ -23,7 +23,7 @@ from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import start as polybeast
 from torchbeast.polybeast.acting import ActingModels
 from torchbeast.polybeast.env_connection import server_addresses
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 POLYBEAST = "torchbeast.polybeast"
 
@@ -47,8 +47,8 @@ def small(tmp_path):
 
 
 def resolve(*argv):
-    flags = start.parse(polybeast.make_parser(), argv)
-    return polybeast.resolve_layout(start.resolve(flags))
+    flags = flagset.parse(polybeast.make_parser(), argv)
+    return polybeast.resolve_layout(flagset.resolve(flags))
 
 
 def servers_of(process):

@@ -13,7 +13,7 @@ from libtorchbeast import Listener, RefusedError, Security, probe
 from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import security
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 SECONDS = 60.0
 NOBODY = 65534
@@ -89,6 +89,6 @@ def test_a_token_file_that_others_can_read_is_warned_of(tmp_path, caplog, mode, 
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(mode)
-    flags = start.parse(polybeast_env.make_parser(), ["--token_file", str(token)])
+    flags = flagset.parse(polybeast_env.make_parser(), ["--token_file", str(token)])
     security.warn_of_exposed_token(flags)
     assert caplog.text.count("Other users can read") == warns

@@ -15,7 +15,7 @@ from torchbeast.polybeast import (
 from torchbeast.polybeast import (
     start as polybeast,
 )
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 PARSERS = {
     "torchbeast.monobeast": monobeast,
@@ -32,6 +32,6 @@ def test_the_pages_commands_have_flags_that_exist():
     assert len(commands) >= 5
     for command in commands:
         module, *arguments = shlex.split(command)
-        start.parse(PARSERS[module].make_parser(), arguments)
+        flagset.parse(PARSERS[module].make_parser(), arguments)
     for name in re.findall(r"examples/cluster/[\w.]+", text):
         assert (runs.ROOT / name).exists(), name

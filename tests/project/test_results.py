@@ -9,7 +9,7 @@ import pytest
 
 from torchbeast import monobeast
 from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 
 KEPT = sorted((Path(__file__).parents[2] / "docs/results").glob("*/meta.json"))
 
@@ -25,10 +25,10 @@ def test_config_has_the_flags_of_a_kept_run(meta):
     if "pipes_basename" in kept:
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
         parser = importlib.import_module("torchbeast.polybeast").make_parser()
-    flags = start.parse(parser, ["--config", str(meta)])
-    before = {**start.parse(parser, []).as_dict(), **BEFORE_THE_FLAG_EXISTED}
+    flags = flagset.parse(parser, ["--config", str(meta)])
+    before = {**flagset.parse(parser, []).as_dict(), **BEFORE_THE_FLAG_EXISTED}
     for name, now in flags.as_dict().items():
-        if name in start.FREE_TO_CHANGE_IN_SYNC or now in (None, "auto"):
+        if name in flagset.FREE_TO_CHANGE_IN_SYNC or now in (None, "auto"):
             continue  # of one start, or chosen by the machine that it is made on
         # A flag that is newer than the run must do nothing.
         assert now == kept.get(name, before[name]), name

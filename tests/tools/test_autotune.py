@@ -15,7 +15,7 @@ import runs
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import processes
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 from torchbeast.tools import autotune, trial, variants
 from torchbeast.tools.autotune import Layout, choose, layouts, to_try
 from torchbeast.tools.trial import Measured
@@ -29,13 +29,13 @@ def load(variant):
 
 def resolver(line, variant="monobeast"):
     script = load(variant)
-    typed = start.read(script.make_parser(), shlex.split(line))
+    typed = flagset.read(script.make_parser(), shlex.split(line))
 
     def resolve(layout):
-        flags = start.merge(typed)
+        flags = flagset.merge(typed)
         for name, value in (layout._asdict() if layout else {}).items():
             setattr(flags, name, value)
-        return script.resolve_layout(start.resolve(flags)).freeze()
+        return script.resolve_layout(flagset.resolve(flags)).freeze()
 
     return resolve
 
@@ -124,7 +124,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
 
     def spy(command, folder, seconds):
         assert command[:3] == [sys.executable, "-m", "torchbeast.monobeast"]
-        seen.append(start.parse(load("monobeast").make_parser(), command[3:]))
+        seen.append(flagset.parse(load("monobeast").make_parser(), command[3:]))
         return Measured(1000.0, {"environments": 1.0, "learner": 0.5}, 2.0, 0.5)
 
     monkeypatch.setattr(autotune, "try_command", spy)

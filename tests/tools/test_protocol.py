@@ -4,12 +4,12 @@ import gymnasium
 import pytest
 
 from torchbeast import monobeast
-from torchbeast.runs import start
+from torchbeast.runs import flagset
 from torchbeast.tools import protocol
 
 
 def find(*words):
-    flags = start.parse(monobeast.make_parser(), words)
+    flags = flagset.parse(monobeast.make_parser(), words)
     return protocol.find_protocol(flags.as_dict())
 
 

@@ -39,7 +39,7 @@ from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.extras import record
-from torchbeast.runs import files, start, trust
+from torchbeast.runs import files, flagset, trust
 from torchbeast.runs.files import read_meta
 
 log = logging.getLogger(__name__)
@@ -138,17 +138,17 @@ class Recorded:
             )
 
 
-def parts(typed: start.Typed) -> Iterator[start.Typed]:
+def parts(typed: flagset.Typed) -> Iterator[flagset.Typed]:
     """The starts to make: one as typed, or with --repeat those of the recorded run.
 
     Raises:
       FlagError: the run has no record, or a flag is typed that would change it.
     """
-    flags = start.merge(typed)
+    flags = flagset.merge(typed)
     if not (name := getattr(flags, "repeat", None)):
         yield typed
         return
-    if others := sorted(typed.here.keys() - start.FREE_TO_CHANGE):
+    if others := sorted(typed.here.keys() - flagset.FREE_TO_CHANGE):
         raise FlagError(f"--repeat takes the flags of its run: leave out --{others[0]}")
     savedir = pathlib.Path(os.path.expanduser(flags.savedir))
     folder = savedir / name
@@ -181,9 +181,9 @@ def parts(typed: start.Typed) -> Iterator[start.Typed]:
                 f"--repeat {name}: {records[first]} is PolyBeast's and says what "
                 "happened, but not enough to repeat it; see docs/debugging.md"
             )
-        not_used = start.OF_ONE_START | OF_THE_RUN
+        not_used = flagset.OF_ONE_START | OF_THE_RUN
         recorded = {k: v for k, v in header["flags"].items() if k not in not_used}
-        in_file = start.values_of_file(typed.declared, recorded, str(records[first]))
+        in_file = flagset.values_of_file(typed.declared, recorded, str(records[first]))
         own = {
             "xpid": xpid,
             "repeat": str(records[first]),

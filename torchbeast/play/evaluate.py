@@ -38,7 +38,7 @@ from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
 from torchbeast.model import Net, make_model
 from torchbeast.procs import children
-from torchbeast.runs import checkpoint, files, start, trust
+from torchbeast.runs import checkpoint, files, flagset, start, trust
 
 log = logging.getLogger(__name__)
 
@@ -66,24 +66,24 @@ Play = Callable[[Flags, dict[str, torch.Tensor], Sequence[int]], Games]
 
 
 def evaluate(
-    typed: start.Typed, find_player: Callable[[Flags], Play | None] = lambda _: None
+    typed: flagset.Typed, find_player: Callable[[Flags], Play | None] = lambda _: None
 ) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it; writes test.json.
 
     Args:
-      typed: see start.read.
+      typed: see flagset.read.
       find_player: returns what plays the games; None: this machine plays them.
     """
-    flags = start.merge(typed)
+    flags = flagset.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = start.merge(typed, saved["flags"], signed, str(path))
+    flags = flagset.merge(typed, saved["flags"], signed, str(path))
     if flags.suppress_logs:
         start.print_warnings_only()
     play_games = find_player(flags) or play_in_processes
-    flags = start.resolve(flags).freeze()
+    flags = flagset.resolve(flags).freeze()
     games = test(flags, saved["model_state_dict"], play_games)
     step = saved.get("stats", {}).get("step")
     path = path.resolve()

@@ -34,7 +34,7 @@ from torchbeast.polybeast.native import require_native
 from torchbeast.polybeast.serving import serve
 from torchbeast.polybeast.supervisor import Supervisor
 from torchbeast.procs import processes
-from torchbeast.runs import start
+from torchbeast.runs import flagset, start
 
 log = logging.getLogger("torchbeast.polybeast_env")
 
@@ -131,6 +131,6 @@ def run_for_learner(flags: Flags) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 128 + n ended by signal n, 1 failed."""
-    flags = start.parse(make_parser(), argv).freeze()
+    flags = flagset.parse(make_parser(), argv).freeze()
     require_native()
     return start.guarded(lambda: run(flags))

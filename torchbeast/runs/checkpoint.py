@@ -157,8 +157,9 @@ def _differences(found: dict[str, Any], model: torch.nn.Module) -> dict[str, str
     """Describes the weights whose names or shapes differ from the model's, by name."""
     there = {name: list(x.shape) for name, x in found.items()}
     here = {name: list(x.shape) for name, x in model.state_dict().items()}
+    no = "missing"
     return {
-        k: f"{k} is {there.get(k)} in the checkpoint, but {here.get(k)} here"
+        k: f"{k} is {there.get(k, no)} in the checkpoint, but {here.get(k, no)} here"
         for k in sorted(here.keys() | there.keys())
         if here.get(k) != there.get(k)
     }

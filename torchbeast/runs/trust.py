@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import secrets
 import stat
 import tempfile
@@ -27,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchbeast.base.errors import FlagError
-from torchbeast.base.flag import CODE_FLAGS, Flag
+from torchbeast.base.flag import Flag
 
 log = logging.getLogger(__name__)
 
@@ -49,64 +48,48 @@ def key_path() -> pathlib.Path:
 
 
 def sign(values: Mapping[str, Any]) -> str | None:
-    """The signature of a run's flags; makes the key at its first use.
-
-    Returns None and logs one warning if there is no key and none can be made.
-    """
+    """The signature of a run's flags; None, and one warning, if there can be no key."""
     try:
-        return _signature(values, _read_key(make=True))
+        return _signature(values, make_key=True)
     except OSError as error:
         _warn_once(
             f"The run can't be signed with {key_path()}: {error}. If it names code or "
-            "files, a resume or a test has to type these flags again, or needs "
-            "--trust_checkpoint_env."
+            "files, a resume or a test needs --trust_checkpoint_env."
         )
         return None
 
 
 def is_signed(values: Mapping[str, Any], signature: Any) -> bool:
     """Whether `sign` made the signature for these flags, with this user's key."""
-    try:
-        expected = _signature(values, _read_key())
-    except OSError:
-        return False
-    return isinstance(signature, str) and hmac.compare_digest(
-        signature.encode(), expected.encode()
-    )
+    with contextlib.suppress(OSError):
+        expected = _signature(values).encode()
+        return hmac.compare_digest(str(signature).encode(), expected)
+    return False
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
+_warn_once = functools.cache(log.warning)
 
 
-def _signature(values: Mapping[str, Any], key: bytes) -> str:
-    signed = {k: v for k, v in values.items() if not _is_number(v) or k in SWITCHES}
-    pairs = sorted((str(k), v) for k, v in signed.items())
-    text = f"torchbeast flags\n{json.dumps(pairs, default=str)}"
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number, a switch or None. meta.json has some as texts."""
-    return isinstance(value, int | float | None) or value in ("inf", "-inf", "nan")
-
-
-def _read_key(make: bool = False) -> bytes:
+def _signature(values: Mapping[str, Any], make_key: bool = False) -> str:
     """Raises OSError if there is no key, or none that only this user can read."""
     path = key_path()
-    if not path.is_absolute():
-        raise FileNotFoundError("the home folder is unknown")
-    if make and not path.exists():
+    if make_key and path.is_absolute() and not path.exists():
         _make_key(path)
     with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        key = file.read()
+        status, key = os.fstat(file.fileno()), file.read()
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(f"other users can read or change it: chmod 600 {path}")
     if len(key) < KEY_BYTES:
         raise OSError(f"it has {len(key)} bytes, expected {KEY_BYTES}: remove it")
-    return key
+    # meta.json has infinite numbers as texts.
+    numbers = int | float | None
+    signed = {
+        str(k): v
+        for k, v in values.items()
+        if k in SWITCHES or not (isinstance(v, numbers) or v in ("inf", "-inf", "nan"))
+    }
+    text = f"torchbeast flags\n{json.dumps(sorted(signed.items()), default=str)}"
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _make_key(path: pathlib.Path) -> None:
@@ -124,39 +107,28 @@ def _make_key(path: pathlib.Path) -> None:
 
 def risky(declared: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those values of flags that may name code, a file or another machine."""
-    return {
-        name: value
-        for name, value in values.items()
-        if name in declared and not _is_harmless(declared[name], value)
-    }
 
+    def is_harmless(flag: Flag, value: Any) -> bool:
+        if flag.choices or flag.name in HARMLESS or value in (None, "", flag.default):
+            return True
+        if flag.name == "env":  # an id: what the installed packages register
+            return isinstance(value, str) and ":" not in value
+        if flag.name == "env_kwargs":
+            return value == "{}"
+        return isinstance(value, int | float) and flag.name not in SWITCHES
 
-def _is_harmless(declared: Flag, value: Any) -> bool:
-    name = declared.name
-    if value is None or name in HARMLESS or declared.choices:
-        return True
-    if isinstance(value, int | float):
-        return name not in SWITCHES or value == declared.default
-    if isinstance(value, str | list | tuple) and value in ("", declared.default):
-        return True
-    if name in ("env", "core"):  # without a module: what the packages register
-        return isinstance(value, str) and ":" not in value
-    return name == "env_kwargs" and isinstance(value, str) and value == "{}"
+    known = values.keys() & declared.keys()
+    return {k: values[k] for k in known if not is_harmless(declared[k], values[k])}
 
 
 def check(place: str, values: Mapping[str, Any]) -> None:
     """Raises UntrustedError if a file has values that are `risky`."""
-    if not values:
-        return
-    named = " ".join(f"--{name} {value}" for name, value in sorted(values.items()))
-    code = ",".join(str(values.get(name)) for name in CODE_FLAGS)
-    modules = sorted(set(re.findall(r"(?:^|,)\s*([\w.]+):", code)))
-    effect = f", which imports the code of {', '.join(modules)}" if modules else ""
-    if values.get("env_kwargs"):
-        effect += f", with the arguments {values['env_kwargs']}"
-    raise UntrustedError(
-        f"{place} names {named}{effect}. You have not typed this, and the file is not "
-        f"signed with your key {key_path()}: somebody else may have written or changed "
-        "it. If you trust it, add --trust_checkpoint_env (in Python: load_agent(..., "
-        "trust_env=True)), or type these flags with the values that you want"
-    )
+    if values:
+        named = " ".join(f"--{name} {value}" for name, value in sorted(values.items()))
+        raise UntrustedError(
+            f"{place} names {named}, which may run code or open files. You have not "
+            f"typed this, and the file is not signed with your key {key_path()}: "
+            "somebody else may have written or changed it. If you trust it, add "
+            "--trust_checkpoint_env (in Python: load_agent(..., trust_env=True)), or "
+            "type these flags with the values that you want"
+        )

@@ -46,7 +46,7 @@ from torchbeast.flags import TRAINING, Flags
 from torchbeast.local.actors import TorchSettings
 from torchbeast.model import CHOICES, Net
 from torchbeast.play.evaluate import load_model
-from torchbeast.runs import checkpoint, start, trust
+from torchbeast.runs import checkpoint, flagset, trust
 
 
 class AgentState(NamedTuple):
@@ -223,9 +223,9 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     parser = FlagParser("", TRAINING, CHOICES)
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    typed = start.read(parser, words)
-    flags = start.merge(typed, saved["flags"], signed, str(file))
-    flags = start.resolve(flags)
+    typed = flagset.read(parser, words)
+    flags = flagset.merge(typed, saved["flags"], signed, str(file))
+    flags = flagset.resolve(flags)
     for name, value in saved["flags"].items():  # those of one script, or of a fork
         is_name = str(name).isidentifier() and not str(name).startswith("_")
         is_known = signed or trust_env or isinstance(value, int | float | None)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.flags import Flags
-from torchbeast.runs import start
+from torchbeast.runs import flagset, start
 from torchbeast.runs.prof import format_shares
 from torchbeast.tools import variants
 from torchbeast.tools.trial import Measured, try_command
@@ -150,13 +150,13 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
       TrialError: a run failed or hung.
     """
     module = variants.load(variant)
-    typed = start.read(module.make_parser(), words)
+    typed = flagset.read(module.make_parser(), words)
 
     def resolve(layout: Layout | None) -> Flags:
-        flags = start.merge(typed)
+        flags = flagset.merge(typed)
         for name, value in (layout._asdict() if layout else {}).items():
             setattr(flags, name, value)
-        return module.resolve_layout(start.resolve(flags)).freeze()
+        return module.resolve_layout(flagset.resolve(flags)).freeze()
 
     flags, cores = resolve(None), num_cpus()
     is_ray = getattr(flags, "launcher", "") == "ray"

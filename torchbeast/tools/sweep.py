@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torchbeast.base.errors import FlagError, needing
 from torchbeast.flags import Flags
 from torchbeast.procs import children
-from torchbeast.runs import start
+from torchbeast.runs import flagset, start
 from torchbeast.runs.files import RunFolder, check_name, read_meta
 from torchbeast.tools import grid, jobs, variants
 from torchbeast.tools.jobs import Job, OtherRunError
@@ -68,17 +68,17 @@ class Sweep:
         flags_of_it = self.parser.declared.values()
         self.options = {word for flag in flags_of_it for word in flag.options}
         self.parser.prog = f"python -m {self.module}"
-        typed = start.read(self.parser, self.words)
+        typed = flagset.read(self.parser, self.words)
         for flag in typed.here.keys() & {"seed", "xpid"}:  # not those of --config
             raise FlagError(f"give --seeds and --name in place of --{flag}")
-        flags = start.merge(typed)
+        flags = flagset.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
         if getattr(flags, "repeat", None):
             raise FlagError("a sweep trains; --repeat is not possible")
         check_name(name, flags.savedir, "--name")
         flags.xpid = name
-        start.resolve_folder(flags)
+        flagset.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
 
     def make_jobs(
@@ -111,25 +111,25 @@ class Sweep:
         return found
 
     def flags(self, job: Job) -> Flags:
-        return start.parse(self.parser, job.command[3:])
+        return flagset.parse(self.parser, job.command[3:])
 
     def _check(self, job: Job) -> None:
         flags = self.flags(job)
-        start.resolve_folder(flags)
+        flagset.resolve_folder(flags)
         meta = read_meta(job.folder)
         saved = meta.get("args", {})
-        free = {*start.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
-        changes = start.changed(saved, flags, free | {"total_steps"})
+        free = {*flagset.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
+        changes = flagset.changed(saved, flags, free | {"total_steps"})
         both = saved.keys() & flags.as_dict().keys()  # flags can be newer, or be gone
         changes = {name: x for name, x in changes.items() if name in both}
         if changes:
             raise OtherRunError(
                 f"{job.folder} has a run with other flags "
-                f"({start.describe_changes(changes)}). Give another --name"
+                f"({flagset.describe_changes(changes)}). Give another --name"
             )
         if self.elsewhere:
             flags.learner_device = flags.actor_device = None
-        self.script.resolve_layout(start.resolve(flags))
+        self.script.resolve_layout(flagset.resolve(flags))
 
     def is_finished(self, job: Job) -> bool:
         meta = read_meta(job.folder)
