@@ -182,20 +182,18 @@ def test_flags_that_a_checkpoint_lacks_has_or_can_not_have(savedir):
     saved = torch.load(path, weights_only=True)
     assert {"learner_device", "max_restarts"}.isdisjoint(saved["flags_left_open"])
     del saved["flags"]["noop_max"]
-    saved["flags"] |= {"curiosity": 0.5, "learner_device": "cuda:7"}
+    saved["flags"] |= {"curiosity": 0.5}
     # Typed, but the environments alone need 9 buffers now.
     torch.save(saved, path)
     output = runs.run(savedir, "a", num_actors=3, total_steps=700)
-    assert "--curiosity 0.5" in output
-    assert "--noop_max 30" in output
-    assert "--learner_device cuda:7: there are " in output
+    assert "--noop_max None -> 30" in output
     assert "--num_actors 2 -> 3" in output
     assert "--num_buffers 7 -> 12" in output
     assert runs.read_logs(savedir, "a")[-1]["step"] == "700"
 
     before = path.read_bytes()
     output = fails(savedir, "a", use_lstm=True, total_steps=800)
-    assert "core.weight_ih_l0 [1024, 131] is not in the checkpoint" in output
+    assert "core.weight_ih_l0 is missing in the checkpoint" in output
     assert "policy.weight is [2, 131] in the checkpoint, but [2, 256] here" in output
     output = fails(savedir, "a", env="environments:GridWorld", total_steps=800)
     assert "is [1, 131] in the checkpoint, but [1, 389] here" in output

@@ -263,9 +263,10 @@ class MonoBeast(Group):
         metavar="XPID|FOLDER")
     until: int | None = flag(None,
         "end the repetition after the batch that reaches this step; save a checkpoint",
-        STEPS, START)
+        STEPS, START, needs="repeat")
     interactive: bool = flag(False,
-        "then open a Python prompt with learner, batch and actors", START)
+        "then open a Python prompt with learner, batch and actors", START,
+        needs="repeat")
 
 
 class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay,

@@ -305,7 +305,7 @@ def test_a_failure_of_the_learner_comes_again(tmp_path):
         ({"repeat": "nothing"}, "has no record of a run's first batch"),
         ({"repeat": "a", "learning_rate": 1}, "leave out --learning_rate"),
         ({"until": 100}, "--until 100 has no effect without --repeat"),
-        ({"record": True, "sync": True}, "--record True has no effect with --sync"),
+        ({"record": True, "sync": True}, "need one learner, without torchrun, --sync"),
     ],
     ids=str,
 )

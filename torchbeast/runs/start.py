@@ -198,8 +198,13 @@ def begin(
         flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
         merged = flags.as_dict()
         flags = resolve_layout(flagset.resolve(flags))
-        if ranks.size() > 1 and (flags.record or getattr(flags, "repeat", None)):
-            raise FlagError("--record and --repeat need one learner, without torchrun")
+        ray = getattr(flags, "launcher", None) == "ray"
+        repeats = flags.record or getattr(flags, "repeat", None)
+        if repeats and (ranks.size() > 1 or flags.sync or ray):
+            raise FlagError(
+                "--record and --repeat need one learner, without torchrun, --sync and "
+                "--launcher ray"
+            )
         filled_in = set(flagset.left_open(merged, flags))
         if saved and flags.sync:
             filled_in |= set(saved.get("flags_left_open", ())) - flags.typed
