@@ -25,7 +25,7 @@ POLYBEAST = "torchbeast.polybeast"
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", POLYBEAST])
 def test_a_selfish_environment(tmp_path, module):
-    """It trains, ends and is filmed; close() raises, which is said once."""
+    """It trains, ends and is filmed; close() raises, which is said."""
     flags = {**TINY, "env": "selfish:Environment", "normalize_observations": True}
     if module == POLYBEAST:
         flags |= {"num_servers": 1, "pipes_basename": "unix:pipe"}  # a relative path
@@ -34,7 +34,7 @@ def test_a_selfish_environment(tmp_path, module):
     rows = runs.read_logs(tmp_path / "runs", "a")
     assert float(rows[-1]["step"]) == 100
     assert "AssertionError" not in output
-    assert output.count("RuntimeError: the display is gone") == 1
+    assert "RuntimeError: the display is gone" in output
     assert "Traceback" in output
     assert not (tmp_path / "own" / "runs").exists()
 

@@ -121,7 +121,7 @@ def check_spaces(observation_space: spaces.Space, action_space: spaces.Space) ->
     has_policy = is_box or num_options(policy_space(action_space))
     if not has_policy or 0 in (plain_space(action_space).shape or ()):
         raise InvalidEnvironmentError(
-            f"the action space {action_space} has no policy; allowed are Discrete, "
+            f"no policy for the action space {action_space}: allowed are Discrete, "
             "MultiDiscrete of one dimension, MultiBinary and Box of floats, none of "
             "them empty: wrap the environment in a gymnasium.ActionWrapper"
         )
