@@ -68,38 +68,6 @@ def test_images(tmp_path, env, model, use_lstm):
         assert [steps for _, steps in games] == [400 // 4] * 2
 
 
-def test_dict_of_image_and_vectors(tmp_path):
-    state, games = train_and_test(
-        tmp_path, num_games=4, env="environments:GridWorld", use_lstm=True
-    )
-    weight = state["vector.layers.0.weight"]
-    assert weight.shape[1] == 2 + 2  # position and one-hot moved
-    for value, steps in games:
-        arrived = value > 0
-        assert steps <= 30
-        assert arrived or steps == 30
-        assert value == pytest.approx(arrived * 1.01 - 0.01 * steps, abs=0.006)
-
-
-def test_multidiscrete_actions(tmp_path):
-    state, games = train_and_test(tmp_path, num_games=3, env="environments:Locks")
-    assert state["policy.weight"].shape[0] == 3 + 2 + 4
-    for value, steps in games:
-        assert steps == 7
-        assert value * 3 == pytest.approx(round(value * 3), abs=0.02)  # thirds
-        assert 0 <= value <= 7
-
-
-def test_continuous_actions(tmp_path):
-    state, games = train_and_test(
-        tmp_path, num_games=3, env="environments:Steering", use_lstm=True
-    )
-    assert state["policy.weight"].shape[0] == 2 * 2  # means and deviations
-    for value, steps in games:
-        assert steps == 9
-        assert 0 < value < 9
-
-
 def test_tuple_observation_and_actions_from_one(tmp_path):
     state, games = train_and_test(tmp_path, num_games=3, env="environments:Recall")
     weight = state["vector.layers.0.weight"]

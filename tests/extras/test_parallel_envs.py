@@ -10,10 +10,9 @@ import runs
 import torch
 from loss_cases import B, T, loss_of, make_batch
 from small_envs import declare, env_flags
-from test_agent import save
 from test_evaluate import make_flags, make_weights
 
-from torchbeast import load_agent, monobeast
+from torchbeast import monobeast
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.named import find_object
 from torchbeast.core.weights import SharedWeights
@@ -255,14 +254,6 @@ def test_a_number_of_environments_that_is_no_multiple(number, words):
         try_environment(flags)
 
 
-def test_the_registry_of_pettingzoo():
-    pytest.importorskip("pygame")
-    chosen = {"env_type": "parallel", "id": "butterfly/knights_archers_zombies-v11"}
-    envs = Environment(env_flags("pettingzoo:make", env_kwargs=json.dumps(chosen)), 4)
-    assert envs.initial()["observation"][WHO].tolist() == np.eye(4).tolist()
-    envs.close()
-
-
 @pytest.mark.parametrize("env", ["annotated", "Split"])
 def test_what_names_a_parallel_environment(env):
     wrapper = 'agent_games:identity{"scale": 3}'
@@ -455,16 +446,3 @@ def test_a_test_game_in_which_one_begins_as_the_last_one_ends():
     flags = make_flags("--env", "agent_games:Relay", "--envs_per_actor", "2")
     games = list(evaluate.play(flags, make_weights(flags), range(9)))
     assert [game[1:] for game in games] == [(4.0, 5)] * 9
-
-
-def test_an_agent_in_a_notebook(tmp_path):
-    flags = make_flags("--env", "agent_games:Split", "--envs_per_actor", "4")
-    save(tmp_path, flags)
-    agent = load_agent(tmp_path, trust_env=True)
-    observation = {
-        "observation": np.ones((2, 3), np.float32),
-        WHO: np.eye(2, dtype=np.int8),
-    }
-    actions, state = agent.act(observation)
-    assert actions.shape == (2,)
-    agent.act(observation, state, reward=np.ones(2))

@@ -12,12 +12,9 @@ import torch
 from environments import GridWorld
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from small_envs import env_flags
-from test_agent import save
-from test_evaluate import make_flags
 from watched_runs import processes_of_session, wait_until
 
-from torchbeast import load_agent
-from torchbeast.base.errors import FlagError, UserError
+from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import map_nested
 from torchbeast.envs import extra_fields
 from torchbeast.envs.environment import Environment
@@ -253,16 +250,6 @@ def single(num_envs):
     return GridWorld()
 
 
-def test_an_agent_of_a_vector_environment(tmp_path):
-    save(tmp_path, make_flags("--env", f"{__name__}:grids"))
-    agent = load_agent(tmp_path, trust_env=True)
-    observation = agent.observation_space.sample()
-    action, _ = agent.act(observation)
-    assert action in agent.action_space
-    with pytest.raises(UserError, match="makes several environments at once"):
-        agent.make_env()
-
-
 def make(name, **flags):
     return Environment(env_flags(f"{__name__}:{name}", **flags), E, first_index=4)
 
@@ -396,19 +383,6 @@ def test_last_observations_become_arrays_as_others_do():
         env.step(np.zeros(E, int))
     assert env.final_observation.dtype == np.uint8
     assert env.final_observation.tolist() == [[5, 5]] * E
-
-
-class Terminates(Wrong):
-    def step(self, actions):
-        *result, terminated, truncated, _ = super().step(actions)
-        return *result, truncated, terminated, {}
-
-
-def test_final_observations_are_for_truncated_games_only():
-    env = make("Terminates")
-    env.initial()
-    rows = [env.step(np.zeros(E, int)) for _ in range(4)]
-    assert [row["done"].all() for row in rows] == [False, True, False, True]
 
 
 class Counting(OneSeed):
