@@ -32,7 +32,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,20 +48,25 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.environment import Environment
 from torchbeast.extras import order
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
-from torchbeast.local import serial
 from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
-from torchbeast.play.evaluate import evaluate
 from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import parse, resolve
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
-from torchbeast.runs.start import Start, check_games_can_be_saved, run_script
+from torchbeast.runs.start import (
+    Start,
+    Typed,
+    check_games_can_be_saved,
+    run_script,
+)
+
+if TYPE_CHECKING:
+    from torchbeast.envs.environment import Environment
 
 log = logging.getLogger("torchbeast.monobeast")
 
@@ -93,7 +98,7 @@ class Actor:
     def __init__(
         self,
         flags: Flags,
-        env: Environment,
+        env: "Environment",
         buffers: dict[str, Nested],
         weights_memory: torch.Tensor,
         index: int = 0,
@@ -340,6 +345,8 @@ def train(start: Start) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status."""
     flags = start.flags
     if flags.serial:
+        from torchbeast.local import serial  # an environment in this process
+
         env_spec = serial.find_env_spec(flags)
     else:
         env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
@@ -403,7 +410,9 @@ def make_parser() -> FlagParser:
 def actors_class(flags: Flags) -> Any:
     """Actors; SerialActors with --serial; with --launcher ray those of extras/ray."""
     if flags.serial:
-        return serial.SerialActors
+        from torchbeast.local.serial import SerialActors
+
+        return SerialActors
     if getattr(flags, "launcher", "processes") == "processes":
         return Actors
     from torchbeast.extras import ray  # optional
@@ -451,6 +460,13 @@ def make_flags(argv: Sequence[str] = ()) -> Flags:
     return resolve_layout(resolve(parse(make_parser(), argv))).freeze()
 
 
+def test(typed: Typed) -> None:
+    """--mode test and test_render."""
+    from torchbeast.play.evaluate import evaluate  # a training needs none of it
+
+    evaluate(typed)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    return run_script(make_parser(), argv, resolve_layout, train, evaluate)
+    return run_script(make_parser(), argv, resolve_layout, train, test)

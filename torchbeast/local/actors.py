@@ -8,7 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.environment import Environment
-from torchbeast.envs.seeded_games import check_same_spaces
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.procs import children
+
+if TYPE_CHECKING:
+    from torchbeast.envs.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def actor_context() -> Any:
     """
     methods = mp.get_all_start_methods()
     context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload(["torchbeast.model", "torchbeast.core.rollout"])
+    context.set_forkserver_preload(["torchbeast.model", "torchbeast.envs.environment"])
     return context
 
 
@@ -103,6 +104,8 @@ def run_actor(
     pipe: connection.Connection,
 ) -> None:
     """The main function of an actor process; see Actors for the messages."""
+    from torchbeast.envs.seeded_games import check_same_spaces
+
     children.begin_child()
     torch.set_num_threads(1)
     os.nice(5)  # the learner has priority
@@ -133,8 +136,10 @@ def run_actor(
             pipe.send(("done", index, slots, actor.timings.shares()))
 
 
-def make_envs(flags: Flags, index: int) -> Environment:
+def make_envs(flags: Flags, index: int) -> "Environment":
     """The environments of actor number `index`, and its process's global generators."""
+    from torchbeast.envs.environment import Environment  # the learner runs none
+
     seed_globals(flags.seed, index)
     E = flags.envs_per_actor
     return Environment(flags, E, index * E, around=TorchSettings())
