@@ -55,15 +55,10 @@ from torchbeast.local.actors import Actors, actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.model import CHOICES, make_model
 from torchbeast.runs import checkpoint
-from torchbeast.runs.flagset import parse, resolve
+from torchbeast.runs.flagset import Typed, parse, resolve
 from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
-from torchbeast.runs.start import (
-    Start,
-    Typed,
-    check_games_can_be_saved,
-    run_script,
-)
+from torchbeast.runs.start import Start, check_games_can_be_saved, run_script
 
 if TYPE_CHECKING:
     from torchbeast.envs.environment import Environment
