@@ -22,12 +22,19 @@ from servers import Coded, Run, serving
 from test_actor_pool import act, initial_state
 from watched_runs import starter, wait_until
 
-from libtorchbeast import Client, Listener, RefusedError, Security, probe
+from libtorchbeast import (
+    Client,
+    Listener,
+    RefusedError,
+    Security,
+    TransportError,
+    probe,
+)
 from torchbeast.flags import Atari, Environment
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.polybeast import env_connection, security
 from torchbeast.polybeast import learner as polybeast_learner
-from torchbeast.polybeast.remote_envs import expected_environment
+from torchbeast.polybeast.remote_envs import RemoteEnvs, expected_environment
 from torchbeast.runs import flagset
 
 SECONDS = 60  # for what takes a moment on an idle machine
@@ -231,6 +238,18 @@ def test_who_has_other_settings_is_refused_by_name(case, tmp_path):
         Client(Coded, listener.address, **described).run()
     assert words in listener.stats()["last_refusal"]
     listener.close()
+
+
+def test_the_time_to_connect_begins_when_the_servers_have_started(tmp_path):
+    words = [f"--pipes_basename=unix:{tmp_path}/s", "--connect_timeout=0.3"]
+    words += ["--num_servers=1", "--num_actors=1"]
+    envs = RemoteEnvs(flagset.parse(polybeast_learner.make_parser(), words), seed=1)
+    begun = time.monotonic()
+    with pytest.raises(
+        TransportError, match=r"within 0\.3 s \(--connect_timeout\): no "
+    ):
+        envs.find_env_spec(lambda: time.monotonic() - begun < 1.5)
+    assert time.monotonic() - begun > 1.5
 
 
 # --- Why a connection can't work ------------------------------------------------------

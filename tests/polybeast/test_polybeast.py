@@ -70,7 +70,7 @@ def assert_nothing_left(process, tmp_path):
 # --- A run ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_lstm", [None, True])
+@pytest.mark.parametrize("use_lstm", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_trains_finishes_and_resumes(tmp_path, small, use_lstm):
     process = runs.start(tmp_path, "a", **small, use_lstm=use_lstm)
     output = runs.finish(process)
@@ -111,6 +111,7 @@ def test_servers_load_no_torch(tmp_path, small):
         runs.finish(process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["GridWorld", "Locks", "Steering", "Recall"])
 def test_spaces_of_all_kinds(tmp_path, small, env):
     small |= {"env": f"environments:{env}", "total_steps": 300, "use_lstm": True}
@@ -118,6 +119,7 @@ def test_spaces_of_all_kinds(tmp_path, small, env):
     assert runs.read_logs(tmp_path, "a")[-1]["step"] == "300"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [POLYBEAST, "torchbeast.monobeast"])
 def test_no_game_is_played_twice(tmp_path, small, monkeypatch, module):
     """Neither by a resumed run nor by a test of it."""
@@ -159,6 +161,7 @@ def test_a_signal_saves_and_ends_all(tmp_path, small, number):
     assert saved["stats"]["step"] == int(last["step"])
 
 
+@pytest.mark.slow
 def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch):
     """Servers and supervisor end, even if the servers' threads can't run."""
     fault = tmp_path / "fault"
@@ -173,6 +176,7 @@ def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch
     wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
 
 
+@pytest.mark.slow
 def test_sigint_during_the_start(tmp_path, small, monkeypatch):
     """During imports, and while servers make their environments."""
     monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
@@ -263,6 +267,7 @@ def test_an_environments_error_ends_the_run(tmp_path, small, monkeypatch, error,
     assert_nothing_left(process, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_again_and_again_ends_the_run(tmp_path, small, monkeypatch):
     fault = tmp_path / "fault"
     monkeypatch.setenv("FAULT_FILE", str(fault))
@@ -287,6 +292,7 @@ def test_an_unknown_environment_ends_the_run_at_once(tmp_path, small):
     assert_nothing_left(process, tmp_path)
 
 
+@pytest.mark.slow
 def test_more_actors_than_servers_share_them(tmp_path, small):
     output = runs.run(tmp_path, "a", **small, num_actors=5)
     assert "5 streams share" in output  # environments outside of the main thread
@@ -327,6 +333,7 @@ def test_a_place_where_the_learner_cannot_listen(tmp_path):
 # --- Apart ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_environments_dial_a_learner_and_the_next(tmp_path, small):
     """One more environment than streams connects and waits; nothing is restarted."""
     words = [

@@ -48,7 +48,11 @@ def assert_logs_agree(mono, poly, tolerance=1e-5):
 
 @pytest.mark.parametrize("more", [{}, WITH_STATE], ids=["plain", "with_state"])
 @pytest.mark.parametrize(
-    ("env", "rounds"), [("MountainCar-v0", 40), ("MinAtar/Breakout-v1", 15)]
+    ("env", "rounds"),
+    [
+        ("MountainCar-v0", 40),
+        pytest.param("MinAtar/Breakout-v1", 15, marks=pytest.mark.slow),
+    ],
 )
 def test_sync_gives_monobeasts_updates(tmp_path, env, rounds, more):
     """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
@@ -70,6 +74,7 @@ def test_sync_can_not_be_resumed():
     assert resolve(*words, "--disable_checkpoint").sync
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal(tmp_path):
     flags = {**SYNC, "env": "CartPole-v1", "total_steps": 6 * 7 * 20, **WITH_STATE}
     logs = []
@@ -81,6 +86,7 @@ def test_two_runs_are_equal(tmp_path):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
     """edited.py raises if a row has the field of another episode.
 
