@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torchbeast.base.errors import FlagError, UserError, using
 from torchbeast.flags import Flags
 from torchbeast.polybeast.env_connection import connect
-from torchbeast.polybeast.flags import PRIVATE_FOLDER
+from torchbeast.polybeast.flags import PRIVATE_FOLDER, Connection
 
 if TYPE_CHECKING:
     import ssl
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TLS_FLAGS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name")
+TLS_FLAGS = [name for name in Connection.declared() if name.startswith("tls")]
 # Reasons of a TLS handshake that the other side answers in plain TCP.
 PLAIN = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
