@@ -77,10 +77,3 @@ class Steep(Method):
     def explore(self, rows, valid):
         reward = torch.zeros_like(rows["reward"][1:])
         return Explored(reward, None, self.weight.square().sqrt(), {})
-
-
-class Unfinished(Method):
-    """It has no method explore()."""
-
-    def __init__(self, observation_space, distribution):
-        super().__init__()

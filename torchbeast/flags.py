@@ -172,9 +172,6 @@ class Loss(Group):
     loss: str | None = flag(None,
         "a function that replaces the loss, see docs/forking.md",
         metavar="MODULE:FUNCTION[JSON]")
-    explorer: str | None = flag(None,
-        "a class that adds rewards for exploring, such as "
-        "examples.exploration.rnd:RND", metavar="MODULE:CLASS[JSON]")
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
     final_entropy_cost: float | None = flag(None,
         "its value at the end, if it changes (linearly) during the run", FINITE, TUNE)
@@ -220,24 +217,6 @@ class Optimizer(Group):
         "largest norm of the gradient (inf: no clipping)", POSITIVE_OR_INF, TUNE)
 
 
-class Replay(Group):
-    title = "replay (LASER)"
-    replay_size: int = flag(0, "steps that the replay holds", COUNT_OR_0,
-        needs="replay_ratio")
-    replay_ratio: float = flag(0.0, "replayed rollouts per new rollout", AT_LEAST_0)
-    learn_start: int = flag(None,
-        "learn when the replay has this many steps (default: 10,000, at most half "
-        "of the replay)", COUNT_OR_0, needs="replay_ratio")
-    kl_threshold: float = flag(0.3,
-        "a replayed step counts if KL(π ‖ π̃) is at most this, in nats",
-        AT_LEAST_0_OR_INF, TUNE, needs="replay_ratio")
-    replay_file: str | None = flag(None,
-        "keep the replay in this file; it is deleted when the run ends", FREE,
-        needs="replay_ratio")
-    save_replay: bool = flag(False, "save the replay with each checkpoint", FREE,
-        needs="replay_ratio")
-
-
 class Test(Group):
     title = "test"
     num_test_episodes: int = flag(10,
@@ -269,7 +248,7 @@ class MonoBeast(Group):
         needs="repeat")
 
 
-class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay,
+class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer,
         Test, MonoBeast):
     """The typed flags of a script, which has those of some groups only.
 
@@ -278,7 +257,7 @@ class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer, Rep
 
 
 # fmt: on
-TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Replay, Test)
+TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Test)
 GROUPS = (*TRAINING, MonoBeast)
 DECLARED: dict[str, Flag] = {
     name: declared for group in GROUPS for name, declared in group.declared().items()

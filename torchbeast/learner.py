@@ -1,8 +1,8 @@
 """Learning: the loss and one update.
 
-Both variants use this file. Read it top to bottom: rewards_and_discounts, policy_loss,
-value_loss, impala_loss, Learner, update, learn. V-trace is in core/vtrace.py, the model
-in model.py, the optimizer and its schedule in optimizer.py.
+Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
+Learner, update, learn. V-trace and the losses of policy and values are in
+core/vtrace.py, the model in model.py, the optimizer and its schedule in optimizer.py.
 """
 
 import functools
@@ -63,37 +63,6 @@ def rewards_and_discounts(
     elif "intrinsic_reward" in batch:
         rewards = rewards + batch["intrinsic_reward"][1:]
     return rewards, discounts
-
-
-def policy_loss(
-    log_probs: torch.Tensor,
-    rhos: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_ratio: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss whose gradient is the policy gradient, with PPO's clipping.
-
-    Args:
-      log_probs: [T, B] of the actions, by the policy that learns.
-      rhos: [T, B], their ratios to the probabilities by the policy that acted.
-      advantages: [T, B]; 0 at steps that don't count.
-      clip_ratio: PPO's epsilon; inf: no clipping.
-
-    Returns:
-      The sum, a scalar; and which steps are clipped, [T, B] bool.
-    """
-    # Schulman et al. 2017, equation 7: no gradient where rho has left the interval
-    # around 1 in the direction of the advantage.
-    low, high = 1 - clip_ratio, 1 + clip_ratio
-    clipped = torch.where(advantages > 0, rhos > high, rhos < low)
-    advantages = advantages.masked_fill(clipped, 0)
-    # A masked action has advantage 0 and log-probability -inf: finite() prevents a NaN.
-    return -(vtrace.finite(log_probs) * advantages).sum(), clipped
-
-
-def value_loss(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Half the sum of the squared errors of values [T, B, ...], a scalar."""
-    return 0.5 * (targets - values).pow(2).sum()
 
 
 def impala_loss(
@@ -157,7 +126,7 @@ def impala_loss(
     if flags.normalize_advantages:
         weights = rhos.clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
         advantages = vtrace.normalize(advantages, weights, valid, total)
-    pg_loss, clipped = policy_loss(log_probs, rhos, advantages, flags.clip_ratio)
+    pg_loss, clipped = vtrace.policy_loss(log_probs, rhos, advantages, flags.clip_ratio)
     # LASER has no entropy bonus for replayed steps.
     online = rollout.not_replayed(batch, valid)
     entropy = distribution.entropy(target_logits) * online
@@ -167,7 +136,7 @@ def impala_loss(
     # Each loss is added to the total and logged.
     losses = {
         "pg_loss": pg_loss,
-        "baseline_loss": flags.baseline_cost * value_loss(values, targets.vs),
+        "baseline_loss": flags.baseline_cost * vtrace.value_loss(values, targets.vs),
         "entropy_loss": -entropy_cost * entropy.sum(),
     }
     auxiliary = auxiliary_losses(batch, outputs, targets, valid, flags, progress)
@@ -258,12 +227,8 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError if it does not fit."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
-        optimizer = state["flags"].get("optimizer", "rmsprop")
-        if optimizer != self.flags.optimizer:
-            raise CheckpointError(
-                f"the checkpoint is of a run with --optimizer {optimizer}. Give it, or "
-                "choose another --xpid"
-            )
+        if (old := state["flags"]["optimizer"]) != self.flags.optimizer:
+            raise CheckpointError(f"the checkpoint needs --optimizer {old}")
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
@@ -377,8 +342,7 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     flags.minibatches parts of it. V-trace corrects for the change of the policy since
     the first. The columns about the loss are those of the last update.
 
-    A replay adds columns to the batch. While it fills, the batch is only stored and
-    added to the running moments.
+    A replay adds columns to the batch. Until it has enough, the batch is only stored.
 
     Raises, with a GPU in the finish() of what it returns:
       FloatingPointError: the loss, the gradient or the new weights are not finite. On
@@ -429,12 +393,7 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
 def count_batch(
     learner: Learner, batch: dict[str, torch.Tensor], step: int, newest: int
 ) -> dict[str, Any]:
-    """Counts what a batch contains. Returns columns for logs.csv.
-
-    Args:
-      batch: Counters.FIELDS [T + 1, B], of all learners, in the CPU's memory.
-      step, newest: see Counters.add.
-    """
+    """Counts what a batch contains. Returns columns for logs.csv; see Counters.add."""
     return {
         "step": step,
         "frames": step * learner.env_spec.frames_per_step,

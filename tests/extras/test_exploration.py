@@ -20,6 +20,7 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.values import AGENT
 from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn, model_loss, rewards_and_discounts
+from torchbeast.monobeast import make_parser
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -363,12 +364,11 @@ def test_what_is_not_finite_ends_the_run(tmp_path, method):
     ("flag", "value", "message"),
     [
         ("explorer", "no_such_module:A", "no_such_module"),
-        ("explorer", "exploring:Wacher", "Did you mean Watcher"),
+        ("explorer", "exploring:Wacher", "has no attribute 'Wacher'"),
         ("explorer", 'exploring:Teacher{"speed": 1}', "speed"),
         ("explorer", "exploring:Teacher{1}", "not a JSON object"),
         ("explorer", "exploring:Teacher,exploring:Watcher", "one MODULE:CLASS"),
-        ("explorer", "exploring:Unfinished", "explore"),
-        ("encoder", "exploring:Nothing", "has no Nothing"),
+        ("encoder", "exploring:Nothing", "has no attribute 'Nothing'"),
     ],
 )
 def test_a_wrong_name_is_named(tmp_path, flag, value, message):
@@ -382,14 +382,13 @@ def test_a_wrong_name_is_named(tmp_path, flag, value, message):
     assert not (tmp_path / "run" / "model.tar").exists()
 
 
-@pytest.mark.parametrize("flag", ["explorer", "encoder"])
+@pytest.mark.parametrize("flag", ["explorer", "encoder", "loss"])
 def test_a_checkpoint_may_not_name_code(tmp_path, flag):
-    from torchbeast import flags as declared
     from torchbeast.base.flag import CODE_FLAGS
     from torchbeast.runs import trust
 
     assert flag in CODE_FLAGS
     values = {flag: "evil:Class"}
-    assert trust.risky(declared.DECLARED, values) == values
+    assert trust.risky(make_parser().declared, values) == values
     with pytest.raises(trust.UntrustedError, match="evil:Class"):
         trust.check("meta.json", values)

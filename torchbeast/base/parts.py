@@ -3,6 +3,7 @@
 A file may have
 
     Flags          a Group of its flags
+    resolve(flags)    fills in its flags and checks them; raises FlagError
     attach(run)    returns a guest of a training run, or None if the flags ask for none
     fetch(flags, folder, step)    may bring a newer checkpoint into the run's folder,
                    whose own is of this step or None; returns whether it has
@@ -16,7 +17,8 @@ A guest may have
     poll()              called in each round of the main loop, about once per second
     columns()           returns columns of the next row of logs.csv
     row(row)            a row of logs.csv was written
-    saved(path, step)   a checkpoint was saved
+    save(path, step)    a checkpoint was written, and nothing is learned meanwhile
+    saved(path, step)   the learner goes on
     finish()            all steps are learned from, the run is not closed yet; returns
                         True if a stop signal has cut it off
     numbers()           returns metrics, by name; called in any thread

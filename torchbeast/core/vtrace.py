@@ -1,5 +1,7 @@
 """V-trace: off-policy corrected value targets and policy-gradient advantages.
 
+And the losses of the policy and the values that learn from them.
+
 Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
 Actor-Learner Architectures", 2018, section 4.1. https://arxiv.org/abs/1802.01561
 
@@ -206,6 +208,37 @@ def normalize(
     number = total(valid.sum()).clamp(min=1)
     deviation = (total(centred.pow(2).sum()) / number).sqrt()
     return centred / (deviation + 1e-8)
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    rhos: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_ratio: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss whose gradient is the policy gradient, with PPO's clipping.
+
+    Args:
+      log_probs: [T, B] of the actions, by the policy that learns.
+      rhos: [T, B], their ratios to the probabilities by the policy that acted.
+      advantages: [T, B]; 0 at steps that don't count.
+      clip_ratio: PPO's epsilon; inf: no clipping.
+
+    Returns:
+      The sum, a scalar; and which steps are clipped, [T, B] bool.
+    """
+    # Schulman et al. 2017, equation 7: no gradient where rho has left the interval
+    # around 1 in the direction of the advantage.
+    low, high = 1 - clip_ratio, 1 + clip_ratio
+    clipped = torch.where(advantages > 0, rhos > high, rhos < low)
+    advantages = advantages.masked_fill(clipped, 0)
+    # A masked action has advantage 0 and log-probability -inf: finite() prevents a NaN.
+    return -(finite(log_probs) * advantages).sum(), clipped
+
+
+def value_loss(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Half the sum of the squared errors of values [T, B, ...], a scalar."""
+    return 0.5 * (targets - values).pow(2).sum()
 
 
 def _clip(rhos: torch.Tensor, threshold: float | None) -> torch.Tensor:

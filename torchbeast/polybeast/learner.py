@@ -137,10 +137,6 @@ def connect(
             find_named("--encoder", start.flags.encoder)
         if ":" in start.flags.core:
             find_named("--core", start.flags.core)
-        if explorer := getattr(start.flags, "explorer", None):
-            from torchbeast.extras.explorer.method import find_method  # optional
-
-            find_method(explorer)
         while True:
             spec = envs.find_env_spec(check_servers, check)
             with contextlib.ExitStack() as undo_run:

@@ -9,7 +9,6 @@ Importing this module does not load torch, because environment servers parse fla
 """
 
 import json
-import math
 import os
 import secrets
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchbeast.base import parts
 from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
@@ -172,9 +172,10 @@ def preset_flags(name: str | None) -> dict[str, Any]:
     declared = {k: x for group in groups for k, x in group.declared().items()}
     for of_machine in ("precision", "atari_backend"):
         declared.pop(of_machine, None)
-    layout = ("total_steps", "batch_size", "unroll_length", "rollouts", "replay_ratio")
+    layout = ("total_steps", "batch_size", "unroll_length", "rollouts")
     declared |= {name: DECLARED[name] for name in layout}
-    return {k: x.default for k, x in declared.items()} | PRESETS[name]
+    defaults = {k: x.default for k, x in declared.items()}
+    return {**defaults, "replay_ratio": 0.0, "explorer": None, **PRESETS[name]}
 
 
 def differences(values: dict[str, Any]) -> dict[str, Any]:
@@ -201,36 +202,6 @@ def check_ranges(declared: Mapping[str, Flag], values: Mapping[str, Any]) -> Non
             raise FlagError(f"--{name} must be {allowed.words}, got {value}")
 
 
-def check_replay(flags: Flags) -> None:
-    """Raises FlagError if a run can't train with its --replay_ratio."""
-    ratio, B, T = flags.replay_ratio, flags.batch_size, flags.unroll_length
-    for least, why in (
-        (8 * T, f"8 times --unroll_length {T}"),
-        (
-            math.ceil(ratio * B * T),
-            f"--replay_ratio {ratio:g} times --batch_size {B} and --unroll_length {T}",
-        ),
-        (flags.learn_start, f"--learn_start {flags.learn_start:,}"),
-    ):
-        if flags.replay_size < least:
-            raise FlagError(
-                f"--replay_size {flags.replay_size:,} is too small: {why} needs at "
-                f"least {least:,} steps"
-            )
-    for name in ("num_learner_threads", "minibatches"):
-        if (value := getattr(flags, name)) > 1:
-            raise FlagError(
-                f"--{name} {value} can't be used with --replay_ratio {ratio:g}: the "
-                "replay takes whole batches, in order, and mixes each with replayed "
-                f"rollouts. Give --{name} 1"
-            )
-    if flags.sync and not flags.disable_checkpoint:
-        raise FlagError(
-            "--sync resumes exactly, which a run with a replay can't: add "
-            "--disable_checkpoint, or leave out --sync"
-        )
-
-
 def resolve(flags: Flags) -> Flags:
     """Fills in the flags that depend on the machine or on others; checks them.
 
@@ -255,10 +226,7 @@ def resolve(flags: Flags) -> Flags:
         needs, value = flags.needs[name], getattr(flags, name)
         if value and not getattr(flags, needs) and needs not in flags.on_command_line:
             raise FlagError(f"--{name} {value} has no effect without --{needs}")
-    if flags.learn_start is None:
-        flags.learn_start = min(10_000, flags.replay_size // 2)
-    if flags.replay_ratio and flags.mode == "train":
-        check_replay(flags)
+    parts.call("resolve", flags)
     if flags.encoder and flags.normalize_observations:
         raise FlagError("--normalize_observations has no effect with --encoder")
     M, U = flags.minibatches, flags.updates_per_batch
@@ -290,12 +258,11 @@ def left_open(before: dict[str, Any], flags: Flags) -> list[str]:
 def changed(
     saved: dict[str, Any], flags: Flags, free: Set[str] = FREE_TO_CHANGE
 ) -> dict[str, tuple[Any, Any]]:
-    """The core's flags that differ from a checkpoint's: {name: (saved, now)}.
-
-    Those of other parts don't change what a run learns.
-    """
+    """The flags that differ from a checkpoint's: {name: (saved, now)}."""
     now = flags.as_dict()
-    names = sorted((saved.keys() | now.keys()) & DECLARED.keys() - free)
+    declared = [x for group in parts.groups() for x in group.declared().values()]
+    fixed = DECLARED.keys() | {x.name for x in declared if not x.resume}
+    names = sorted((saved.keys() | now.keys()) & fixed - free)
     return {k: (saved.get(k), now.get(k)) for k in names if saved.get(k) != now.get(k)}
 
 

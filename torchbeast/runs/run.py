@@ -29,7 +29,6 @@ from torchbeast.core import finite
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.extras import record
-from torchbeast.extras.replay import memory as replay_memory
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
@@ -86,9 +85,6 @@ class Run:
             checkpoint.take_over(
                 self.flags.init_from, self.flags.savedir, learner.model
             )
-        saved_replay = start.folder.path / replay_memory.FILE
-        if start.saved and learner.mixer and saved_replay.exists():
-            replay_memory.load(learner.mixer.replay, saved_replay, learner.step)
         ranks.copy_first(learner.model.state_dict().values())
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
@@ -150,8 +146,6 @@ class Run:
         record.drop_later(path, self.learner.step)
         self._wake_pipe.wake_on_signals()
         announce(start)
-        if self.learner.mixer:
-            self.learner.mixer.check_steps(flags.total_steps - self.learner.step)
         # After out.log is open: at its end it restores the log's handlers of now.
         self._status_line = Status(flags, self.learner)
         self.show = self._status_line.show
@@ -292,9 +286,7 @@ class Run:
             # The previous checkpoint is the last one with other weights.
             learned = learner.num_updates != self._saved_at[1]
             checkpoint.save(path, state, keep_previous=learned)
-            if learner.mixer and flags.save_replay:
-                saved_replay = path.with_name(replay_memory.FILE)
-                replay_memory.save(learner.mixer.replay, saved_replay, learner.step)
+            self.guests.all("save", path, learner.step)
             self._saved_at, self._last_save = self._progress(), time.monotonic()
         finally:
             self.saving = False
@@ -328,7 +320,7 @@ class Run:
         self.exit_status = errors.report(error)
         if self.resumed and not self._learned and isinstance(error, FloatingPointError):
             model = self.start.folder.path / "model.tar"
-            replay = model.with_name(replay_memory.FILE)
+            replay = model.with_name("replay.zip")
             if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
                 log.error("%s", checkpoint.first_update_failed(model, replay))
 
@@ -404,8 +396,6 @@ class Run:
         except Exception as error:
             self._fail(error)
             status = self.exit_status
-        if learner.mixer and learner.num_updates == self._began_at[1]:
-            learner.mixer.report_filling(learner.step - self._began_at[0])
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",

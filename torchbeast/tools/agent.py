@@ -27,6 +27,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from torchbeast.base import parts
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, to_tensors
@@ -220,7 +221,7 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     """
     file = checkpoint.find(path)
     saved = checkpoint.load(file)
-    parser = FlagParser("", TRAINING, CHOICES)
+    parser = FlagParser("", (*TRAINING, *parts.groups()), CHOICES)
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     typed = flagset.read(parser, words)

@@ -139,7 +139,7 @@ def trial_words(flags: Flags, layout: Layout) -> list[str]:
     for name in OFF.keys() & flags.typed:
         off = OFF[name]
         words.append(f"--no-{name}" if off is None else f"--{name}={off}")
-    return [*words, *(["--learn_start=0"] if flags.replay_ratio else [])]
+    return [*words, *(["--learn_start=0"] if getattr(flags, "replay_ratio", 0) else [])]
 
 
 def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:

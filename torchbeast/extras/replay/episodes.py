@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchbeast.base.errors import UserError
+from torchbeast.base.errors import FlagError
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.rollout import RESULTS, State
@@ -38,7 +38,7 @@ LONGEST_SHARE = 1 / 4  # of the capacity; a longer episode is cut
 OPEN_SHARE = 1 / 2  # of the capacity; if open ones fill more, the longest are cut
 
 
-class ReplayError(UserError, ValueError):
+class ReplayError(FlagError):
     """The replay can't be made with these flags on this machine."""
 
 

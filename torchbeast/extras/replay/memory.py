@@ -161,3 +161,32 @@ def load(replay: Replay, path: Path, step: int) -> None:
             "the run refills its replay before it goes on learning"
         ) from error
     log.info("Loaded %s: %s steps.", path, f"{replay.size:,}")
+
+
+class Saved:
+    """A guest of the run: its replay is saved and loaded with the checkpoints."""
+
+    def __init__(self, run: Any) -> None:
+        self.learner, path = run.learner, run.folder / FILE
+        if run.resumed and path.exists():
+            load(self.learner.mixer.replay, path, self.learner.step)
+        left = run.flags.total_steps - self.learner.step
+        if 0 < left <= self.learner.mixer.num_missing():
+            self._warn(f"Nothing will be learned: {left:,} of --total_steps are left")
+        self._began_at = self.learner.step, self.learner.num_updates
+        run.stack.callback(self._report_filling)
+
+    def save(self, path: Path, step: int) -> None:
+        if self.learner.flags.save_replay:
+            save(self.learner.mixer.replay, path.with_name(FILE), step)
+
+    def _report_filling(self) -> None:
+        step, num_updates = self._began_at
+        steps = self.learner.step - step
+        if steps and self.learner.num_updates == num_updates:
+            self._warn(f"Nothing was learned from {steps:,} steps")
+
+    def _warn(self, begin: str) -> None:
+        need = f"the replay needs {self.learner.mixer.num_missing():,} more steps"
+        advice = "for --learn_start. Lower it or keep the replay by --save_replay"
+        log.warning("%s: %s %s", begin, need, advice)

@@ -1,6 +1,5 @@
 """Batches that mix online and replayed rollouts, for LASER; see episodes.py."""
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from torchbeast.core.rollout import State
 from torchbeast.extras.replay.episodes import Reader, Replay
 from torchbeast.extras.replay.implied_kl import implied_kl
 from torchbeast.extras.replay.memory import make_replay
-
-log = logging.getLogger(__name__)
 
 
 class Mixer:
@@ -72,23 +69,11 @@ class Mixer:
             if x.dtype.kind == "f"
         )
 
-    def check_steps(self, left: int) -> None:
-        """Warns at the start if the replay needs all steps that are left."""
-        if 0 < left <= self._num_missing() * ranks.size():
-            self._warn(f"Nothing will be learned: {left:,} of --total_steps are left")
-
-    def report_filling(self, steps: int) -> None:
-        """Warns at the end of a start that has learned nothing from its steps."""
-        if steps:
-            self._warn(f"Nothing was learned from {steps:,} steps")
-
-    def _num_missing(self) -> int:
+    def num_missing(self) -> int:
+        """How many steps all replays need before the run may learn."""
         start = self._flags.learn_start
-        return 0 if self._started else max(0, start - self.replay.size)
-
-    def _warn(self, begin: str) -> None:
-        need = f"the replay needs {self._num_missing():,} more for --learn_start"
-        log.warning("%s: %s. Lower it or keep the replay by --save_replay", begin, need)
+        number = 0 if self._started else max(0, start - self.replay.size)
+        return number * ranks.size()
 
     def mix(
         self, batch: dict[str, Nested], state: State
