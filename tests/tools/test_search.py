@@ -87,21 +87,6 @@ def test_a_trial_that_fails(tmp_path):
     assert "there is no module nowhere" in output
 
 
-def test_a_killed_trial_without_values(tmp_path):
-    """The sweep was killed before the study had them: it counts as failed."""
-    space = {
-        "x": search.distribution("int:1:3"),
-        "y": search.distribution("choice:a:b"),
-    }
-
-    def open_study():
-        return search.Search(tmp_path / "study.db", space, ["same"], lambda *_: [])
-
-    open_study().study.ask({"x": space["x"]})
-    assert list(open_study().jobs(1)) == []
-    assert [trial.state for trial in open_study().study.trials] == [STATE.FAIL]
-
-
 def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
     """Perhaps between its result and the end of meta.json."""
     space = {"x": search.distribution("int:1:4")}
@@ -162,16 +147,6 @@ def test_the_return_of_an_evaluation_counts(tmp_path):
     assert search.final_return(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", ["a?b", "a%20b", "a b#c"])
-def test_a_folder_whose_name_is_no_url(tmp_path, name):
-    folder = tmp_path / name
-    folder.mkdir()
-    space = {"x": search.distribution("int:1:4")}
-    search.Search(folder / "study.db", space, ["same"], lambda *_: [])
-    assert (folder / "study.db").stat().st_size > 0
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
 @pytest.mark.parametrize(
     ("text", "low", "high"),
     [
@@ -205,13 +180,6 @@ def test_values(text, low, high):
 def test_values_that_make_no_sense(text):
     with pytest.raises(FlagError, match="Allowed are uniform:LOW:HIGH"):
         search.distribution(text)
-
-
-def test_values_out_of_a_flag_s_range(tmp_path):
-    own = ["--search", "batch_size=int:1:1000"]
-    output = sweeps.finished(tmp_path, *own, status=1)
-    assert "more than --total_steps 600" in output
-    assert list(tmp_path.iterdir()) == []
 
 
 def cut(path):
@@ -262,13 +230,3 @@ def test_a_study_that_can_not_be_used(tmp_path, damage):
         make()
     assert str(caught.value).startswith(f"{path} can't be used: ")
     assert "\n" not in str(caught.value)
-
-
-def test_a_locked_study(tmp_path):
-    path = tmp_path / "study.db"
-    space = {"x": search.distribution("uniform:0:1")}
-    search.Search(path, space, ["a"], lambda name, values: [name])
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(FileError, match=r"study\.db can't be used: .*locked"):
-            search.Search(path, space, ["a"], lambda name, values: [name])

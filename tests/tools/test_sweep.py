@@ -268,7 +268,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
         ([], {"xpid": "x"}, 1, "give --seeds and --name in place of --xpid"),
         ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
-        (["--grid", "autotune=true,false"], {}, 2, "autotune can't be varied like"),
+        (["--search", "alfa=int:1:2"], {}, 1, "monobeast has no flag --alfa"),
         ([], {"repeat": "x"}, 1, "a sweep trains; --repeat is not possible"),
         ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
         (["--sbatch", "gres=gpu:1"], {}, 2, "add --submit slurm"),
@@ -278,11 +278,6 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
 )
 def test_what_can_not_work(refused, own, flags, status, message):
     assert message in refused(*own, status=status, **flags)
-
-
-def test_it_does_not_tune():
-    with pytest.raises(FlagError, match="--autotune is not possible"):
-        sweep.Sweep("s", ["monobeast", "--autotune"], [1])
 
 
 def test_slurm_needs_sbatch(refused, monkeypatch):
@@ -302,46 +297,6 @@ def test_another_runs_flags_with_other_seeds(tmp_path):
     assert {x.entropy_cost for x in flags} == {0.02}
 
 
-def test_values_of_a_search_that_fit_only_together(tmp_path):
-    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
-    values = {"minibatches": [1, 4], "updates_per_batch": [4, 8]}
-    sweep.check_extremes(found, values)
-    for wrong in ([4, 9], [0, 8]):
-        with pytest.raises(FlagError):
-            sweep.check_extremes(
-                found, {"minibatches": [4], "updates_per_batch": wrong}
-            )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("3", "[]", '"x"', "null", "[" * 90_000, '{"args": null}', '{"starts": [3]}'),
-        '{"args": {}, "flags_left_open": [[]]}',
-        '{"successful": true, "starts": [{"last_step": "x"}]}',
-    ],
-)
-def test_a_meta_of_other_types(tmp_path, caplog, text):
-    """It is ignored, with a warning that names it."""
-    found = sweep.Sweep("s", ["monobeast", f"--savedir={tmp_path}"], [1])
-    path = tmp_path / "s-1" / "meta.json"
-    path.parent.mkdir()
-    path.write_text(text)
-    (job,) = found.make_jobs("", {})
-    assert not found.is_finished(job)
-    assert f"{path} is damaged and is ignored: " in caplog.text
-
-
-def test_switches(tmp_path):
-    words = ["monobeast", f"--savedir={tmp_path}", "--disable_checkpoint"]
-    found = sweep.Sweep("s", words, [1])
-    for value in ("true", "false"):
-        settings = dict.fromkeys(("disable_checkpoint", "life_loss"), value)
-        (job,) = found.make_jobs("", settings)
-        flags = found.flags(job)
-        assert (flags.disable_checkpoint, flags.life_loss) == (value == "true",) * 2
-
-
 def test_machines_with_other_devices(tmp_path):
     """A login node has no GPU; the machine of the job has."""
     words = ["monobeast", f"--savedir={tmp_path}", "--learner_device=cuda:31"]
@@ -349,13 +304,6 @@ def test_machines_with_other_devices(tmp_path):
         sweep.Sweep("s", words, [1]).make_jobs("", {})
     (job,) = sweep.Sweep("s", words, [1], elsewhere=True).make_jobs("", {})
     assert "--learner_device=cuda:31" in job.command
-
-
-def test_without_a_command(capsys):
-    with pytest.raises(SystemExit) as caught:
-        sweep.main(["--seeds", "1"])
-    assert caught.value.code == 2
-    assert "after -- comes monobeast or polybeast" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,6 @@ def distribution(text: str) -> BaseDistribution:
         ) from error
 
 
-def extremes(values: BaseDistribution) -> tuple[Any, ...]:
-    """Values to check before anything starts: the bounds, or all choices."""
-    if isinstance(values, CategoricalDistribution):
-        return values.choices
-    assert isinstance(values, FloatDistribution | IntDistribution)
-    return values.low, values.high
-
-
 def final_return(folder: pathlib.Path) -> float | None:
     """What a run counts in a search; None if its files are damaged.
 

@@ -21,7 +21,7 @@ import pathlib
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchbeast.base.errors import FlagError, needing
@@ -81,13 +81,14 @@ class Sweep:
         flagset.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
 
-    def make_jobs(
-        self, label: str, settings: dict[str, Any], most: int = grid.MOST_RUNS
-    ) -> list[Job]:
-        """The runs with these values of flags, one per seed; their flags are checked.
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises FlagError if the variant lacks one of these flags."""
+        for name in names:
+            if f"--{name}" not in self.options:
+                raise FlagError(f"{self.variant} has no flag --{name}")
 
-        Args:
-          most: seeds.
+    def make_jobs(self, label: str, settings: dict[str, Any]) -> list[Job]:
+        """The runs with these values of flags, one per seed; their flags are checked.
 
         Raises:
           FlagError: a flag is not allowed.
@@ -95,14 +96,12 @@ class Sweep:
         """
         words = [*self.words]
         for name, value in settings.items():
-            if f"--{name}" not in self.options:
-                raise FlagError(f"{self.variant} has no flag --{name}")
             if value in ("true", "false") and f"--no-{name}" in self.options:
                 words.append(f"--{name}" if value == "true" else f"--no-{name}")
             else:
                 words.append(f"--{name}={value}")
         found = []
-        for seed in self.seeds[:most]:
+        for seed in self.seeds:
             xpid = "-".join(filter(None, [self.name, label, str(seed)]))
             own = [f"--savedir={self.savedir}", f"--xpid={xpid}", f"--seed={seed}"]
             command = (sys.executable, "-m", self.module, *words, *own)
@@ -191,6 +190,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
             f"runs, but a sweep can have {grid.MOST_RUNS:,}: split it"
         )
     sweep = Sweep(options.name, command, options.seeds, elsewhere)
+    sweep.check_names(names)
     statuses: dict[Job, int] = {}
     with contextlib.closing(RunFolder(str(sweep.savedir), sweep.name)) as own:
         folder = own.path  # for the files of the sweep itself
@@ -216,12 +216,22 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         else:
             cores = jobs.split_cores(options.jobs or 1, options.cores)
             stopped_by = jobs.run_here(unfinished(), cores, ended)
-    failed = []
-    for job, status in statuses.items():
-        if status and status not in jobs.STOPPED:
-            failed.append(job.xpid)
-            how = children.how_it_ended(status)
-            log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
+    lost = search is not None and search.all_failed()
+    return summary(sweep, options, statuses, stopped_by, lost)
+
+
+def summary(
+    sweep: Sweep,
+    options: argparse.Namespace,
+    statuses: dict[Job, int],
+    stopped_by: int,
+    all_trials_failed: bool,
+) -> int:
+    """Logs how a sweep has ended. Returns the exit status."""
+    failed = [x for x, n in statuses.items() if n and n not in jobs.STOPPED]
+    for job in failed:
+        how = children.how_it_ended(statuses[job])
+        log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
     finished = sum(status == 0 for status in statuses.values())
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
@@ -229,14 +239,13 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
             log.warning("Jobs may still run: wait until squeue lists none of them.")
         log.warning("Give the same command again to continue with the other runs.")
     if failed:
-        counts = len(failed), len(statuses)
-        log.error("Failed: %d of %d runs: %s", *counts, listing(failed))
+        names = listing([job.xpid for job in failed])
+        log.error("Failed: %d of %d runs: %s", len(failed), len(statuses), names)
     if stopped_by:
         return 128 + stopped_by
-    all_failed = search is not None and search.all_failed()
-    if all_failed:
+    if all_trials_failed:
         log.error("Failed: all trials.")
-    return int(all_failed or finished < len(statuses))
+    return int(all_trials_failed or finished < len(statuses))
 
 
 def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
@@ -253,27 +262,12 @@ def make_search(
 ) -> Search:
     """A new study in the sweep's folder, or the one there. Raises FlagError."""
     with needing("--search", "optuna"):
-        from torchbeast.tools.search import Search, distribution, extremes
+        from torchbeast.tools.search import Search, distribution
 
     space = {name: distribution(text) for name, text in options.search}
-    check_extremes(sweep, {name: extremes(values) for name, values in space.items()})
     texts = [f"--search {name}={text}" for name, text in options.search]
     fixed = [sweep.variant, *sweep.words, f"--seeds {sweep.seeds}", *texts]
     return Search(folder / "study.db", space, fixed, sweep.make_jobs)
-
-
-def check_extremes(sweep: Sweep, values: dict[str, Sequence[Any]]) -> None:
-    """Raises FlagError if a value fits neither with the first nor the last of others.
-
-    A trial whose flags do not fit together fails later, with the reason.
-    """
-    first = {name: each[0] for name, each in values.items()}
-    last = {name: each[-1] for name, each in values.items()}
-    for name, value in [(k, x) for k, each in values.items() for x in each]:
-        try:
-            sweep.make_jobs("trial", {**first, name: value}, most=1)
-        except FlagError:
-            sweep.make_jobs("trial", {**last, name: value}, most=1)
 
 
 def submit(
