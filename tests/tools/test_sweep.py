@@ -308,7 +308,10 @@ def test_machines_with_other_devices(tmp_path):
 
 @pytest.mark.parametrize(
     ("package", "own"),
-    [("optuna", ["--search", "x=int:1:2"]), ("submitit", ["--submit", "local"])],
+    [
+        ("optuna", ["--search", "alpha=uniform:0:1"]),
+        ("submitit", ["--submit", "local"]),
+    ],
 )
 def test_without_the_extra(refused, monkeypatch, package, own):
     for name in ("torchbeast.tools.search", "torchbeast.tools.slurm_jobs"):
