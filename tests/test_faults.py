@@ -12,8 +12,6 @@ import pathlib
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -453,39 +451,6 @@ def test_shared_memory_is_full_after_the_start(start):
     run.assert_files()
 
 
-SMALL_SHARED_MEMORY = """
-import os, subprocess, sys
-import torch
-from torchbeast.core.rollout import SharedMemoryError, Spec, create_buffers
-spec = {str(i): Spec((i,), torch.float32) for i in range(1, 12)}
-results = []
-for kib in range(4, 84, 8):
-    subprocess.run(["mount", "-o", f"remount,size={kib}k", "/dev/shm"], check=True)
-    try:
-        create_buffers(spec, (170,))
-        results.append("fits")
-    except SharedMemoryError:
-        results.append("too small")
-print(*results, sep=",")
-"""
-
-
-@pytest.mark.skipif(not mount_namespace(), reason="no right to mount a small /dev/shm")
-def test_no_size_of_shared_memory_kills():
-    """No size of /dev/shm leads to SIGBUS."""
-    result = subprocess.run(
-        [*small_disk(SHARED_MEMORY, "4k"), sys.executable, "-c", SMALL_SHARED_MEMORY],
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result
-    results = result.stdout.strip().split(",")
-    assert results == sorted(results, reverse=True)
-    assert set(results) == {"fits", "too small"}
-
-
 def test_stderr_is_closed(start):
     """The run continues, and no other file gets the descriptor of stderr."""
     run = start(prefix=("sh", "-c", 'exec "$@" 2>&-', "sh"), total_steps=1000)
@@ -539,18 +504,3 @@ def test_run_is_running_already(start):
     first.wait_for_end(130)
     first.assert_no_error()
     first.assert_files()
-
-
-def test_flags_that_can_not_work(start):
-    cases = {
-        "id": ({"env": "CartPol-v1"}, ["--env CartPol-v1", "Did you mean: `CartPole`"]),
-        "observation": (
-            {"env": "faulty:TextInDict"},
-            ["InvalidEnvironmentError: ", "Text("],
-        ),
-    }
-    started = [start(xpid=xpid, **flags) for xpid, (flags, _) in cases.items()]
-    for run, (_, words) in zip(started, cases.values(), strict=True):
-        run.wait_for_end(1, 4 * END_SECONDS)  # nothing but two starts at once
-        run.assert_error(*words)
-        assert not run.path.exists()

@@ -1,7 +1,6 @@
 """MonoBeast as a whole: training, resuming, reproducing, testing."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -124,13 +123,6 @@ def test_sync_resumes_in_the_middle_of_games_that_use_autograd(savedir, monkeypa
     assert int(runs.read_logs(savedir, "a")[-1]["step"]) == 600
 
 
-def test_sync_saves_only_what_there_is(savedir):
-    """No actor is asked for its games before it has begun them."""
-    output = runs.run(savedir, "a", **SYNC, checkpoint_interval=0)
-    assert output.count("Saved") > 2
-    assert "Finished at step 600" in output
-
-
 def test_sync_refuses_games_that_it_could_not_save(savedir):
     output = runs.run(savedir, "a", **{**SYNC, "env": "Pong-v4"}, status=1)
     assert "--atari_backend python" in output
@@ -212,48 +204,12 @@ def test_sync_refuses_flags_that_break_the_promise(savedir):
     assert "saved without --sync" in output
 
 
-def test_the_video_of_a_small_grid_is_enlarged(savedir):
-    """MinAtar draws floats, 10 × 10."""
-    cv2 = pytest.importorskip("cv2")
-    pytest.importorskip("minatar")
-    layout = {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2}
-    flags = {**layout, "env": "MinAtar/Breakout-v1", "total_steps": 40}
-    runs.run(savedir, "a", **flags)
-    path = savedir / "breakout.mp4"
-    output = runs.run(savedir, "a", mode="test", num_test_episodes=1, video=path)
-    video = cv2.VideoCapture(str(path))
-    frames = []
-    while (read := video.read())[0]:
-        frames.append(read[1])
-    steps = re.search(r"after (\d+) steps", output)
-    assert steps is not None
-    assert len(frames) == int(steps[1])
-    assert frames[0].shape == (100, 100, 3)
-    assert frames[0].max() > 100  # not black
-
-
 @pytest.fixture
 def pong(savedir):
     """A run on Pong with hardly any training, and flags for a short test of it."""
     layout = {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2}
     runs.run(savedir, "a", **layout, env="Pong-v4", unroll_length=5, total_steps=20)
     return {"num_test_episodes": 1, "max_episode_frames": 200}
-
-
-def test_video_shows_every_step(savedir, pong):
-    cv2 = pytest.importorskip("cv2")
-    path = savedir / "pong.mp4"
-    output = runs.run(savedir, "a", **pong, mode="test", video=path)
-    steps = re.search(r"after (\d+) steps", output)
-    assert steps is not None
-    video = cv2.VideoCapture(str(path))
-    frames = []
-    while (read := video.read())[0]:
-        frames.append(read[1])
-    assert len(frames) == int(steps[1]) == 50
-    assert frames[0].shape == (210, 160, 3)
-    assert (frames[0] != frames[-1]).any()
-    assert not (savedir / "a" / "test.json").exists()  # one game is no result
 
 
 def test_render_without_a_display_says_what_to_do(savedir, pong, monkeypatch):

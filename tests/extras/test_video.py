@@ -2,10 +2,12 @@
 
 import contextlib
 import logging
+import re
 import sys
 
 import numpy as np
 import pytest
+import runs
 from test_evaluate import make_flags, make_weights
 
 from torchbeast.base.errors import FlagError
@@ -104,3 +106,46 @@ def test_what_is_no_picture(returned, what):
     with pytest.raises(FlagError, match=rf"--video: render\(\) of env .*{what}"):
         picture(returned, "env")
     assert picture(np.zeros((4, 5, 3), np.uint8), "env").shape == (4, 5, 3)
+
+
+def test_the_video_of_a_small_grid_is_enlarged(tmp_path):
+    """MinAtar draws floats, 10 × 10."""
+    pytest.importorskip("minatar")
+    layout = {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2}
+    flags = {**layout, "env": "MinAtar/Breakout-v1", "total_steps": 40}
+    runs.run(tmp_path, "a", **flags)
+    path = tmp_path / "breakout.mp4"
+    output = runs.run(tmp_path, "a", mode="test", num_test_episodes=1, video=path)
+    video = cv2.VideoCapture(str(path))
+    frames = []
+    while (read := video.read())[0]:
+        frames.append(read[1])
+    steps = re.search(r"after (\d+) steps", output)
+    assert steps is not None
+    assert len(frames) == int(steps[1])
+    assert frames[0].shape == (100, 100, 3)
+    assert frames[0].max() > 100  # not black
+
+
+def test_video_shows_every_step(tmp_path):
+    layout = {"num_actors": 1, "envs_per_actor": 2, "batch_size": 2}
+    runs.run(tmp_path, "a", **layout, env="Pong-v4", unroll_length=5, total_steps=20)
+    path = tmp_path / "pong.mp4"
+    output = runs.run(
+        tmp_path,
+        "a",
+        max_episode_frames=200,
+        num_test_episodes=1,
+        mode="test",
+        video=path,
+    )
+    steps = re.search(r"after (\d+) steps", output)
+    assert steps is not None
+    video = cv2.VideoCapture(str(path))
+    frames = []
+    while (read := video.read())[0]:
+        frames.append(read[1])
+    assert len(frames) == int(steps[1]) == 50
+    assert frames[0].shape == (210, 160, 3)
+    assert (frames[0] != frames[-1]).any()
+    assert not (tmp_path / "a" / "test.json").exists()  # one game is no result
