@@ -55,6 +55,10 @@ class Alone:
         """What make() returns in rank 0."""
         return make()
 
+    def begun(self, begin: Callable[[], Any]) -> Any:
+        """begin() in rank 0, a context manager of a Start; all ranks enter it."""
+        return begin()
+
     def copy_first(self, tensors: Iterable[Any]) -> None:
         """Overwrites the tensors with those of rank 0."""
 

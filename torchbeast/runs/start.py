@@ -7,9 +7,9 @@ Importing this module does not load torch, because environment servers use it to
 """
 
 import contextlib
+import functools
 import logging
 import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,10 +101,9 @@ def run_script(
 
     `train` returns the exit status, and so does this. For resolve_layout see begin.
     """
-
     from torchbeast.extras import order
 
-    def run() -> int:
+    def begin_and_train() -> int:
         typed = flagset.read(parser, argv)
         flags = flagset.merge(typed)
         if flags.mode != "train":
@@ -112,44 +111,14 @@ def run_script(
             return 0
         for part in order.parts(typed):  # one, but for --repeat
             stops = processes.raise_on_stop_signals()  # a Run ignores them at its end
-            with (
-                stops,
-                ranks.together(flags),
-                begin_all(part, resolve_layout) as start,
-            ):
+            begun = functools.partial(begin, part, resolve_layout)
+            with stops, ranks.together(flags), ranks.begun(begun) as start:
                 done = ranks.of_first(start.is_finished)
                 if not done and (status := train(start)):
                     return status
         return 0
 
-    return guarded(run)
-
-
-@contextlib.contextmanager
-def begin_all(
-    typed: flagset.Typed, resolve_layout: Callable[[Flags], Flags]
-) -> Iterator[Start]:
-    """`begin` in rank 0, see extras/ranks.py; all ranks start from what it has found.
-
-    The others write their files into folders that are removed at the end.
-    """
-    with contextlib.ExitStack() as stack:
-        start: Any = None
-
-        def first() -> Any:
-            nonlocal start
-            start = stack.enter_context(begin(typed, resolve_layout))
-            return start._replace(folder=None)  # its lock stays here
-
-        found = ranks.of_first(first)
-        if start is None:
-            print_warnings_only()
-            savedir = stack.enter_context(tempfile.TemporaryDirectory())
-            flags = found.flags.replace(savedir=savedir, disable_checkpoint=True)
-            folder = RunFolder(savedir, flags.xpid)
-            stack.callback(folder.close)
-            start = found._replace(flags=flags, folder=folder)
-        yield start
+    return guarded(begin_and_train)
 
 
 @contextlib.contextmanager
@@ -225,7 +194,9 @@ def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flag
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     given = typed.in_file | typed.here
     if (learners := saved.get("ranks", 1)) != ranks.size():
-        share_out(saved["flags"], learners, set(typed.here))
+        from torchbeast.extras.ranks import several  # optional
+
+        several.share_out(saved["flags"], learners, set(typed.here))
     outdated: set[str] = set()
     if saved["flags"].get("envs_per_actor") is None:  # of polybeast_learner
         outdated.add("envs_per_actor")
@@ -237,26 +208,6 @@ def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flag
             outdated.add("num_buffers")
     kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
     return flagset.merge(typed, kept, signed, str(path))
-
-
-def share_out(saved: dict[str, Any], learners: int, typed: set[str]) -> None:
-    """Changes the flags so that all ranks together act and learn as `learners` did.
-
-    Raises:
-      FlagError: they can't share something equally, and it was not typed.
-    """
-    for name in ("num_actors", "batch_size"):
-        if saved.get(name) is None:
-            continue
-        own, left = divmod(saved[name] * learners, ranks.size())
-        if left and name not in typed:
-            raise FlagError(
-                f"{ranks.size()} learners can't share the --{name} of {learners} "
-                f"equally, which was {saved[name]} each: give --{name}"
-            )
-        saved[name] = max(1, own)
-    for name in {"num_buffers", "max_learner_queue_size"} & saved.keys():
-        saved[name] = None  # chosen again
 
 
 def check_new_start(folder: RunFolder, flags: Flags) -> dict[str, Any]:

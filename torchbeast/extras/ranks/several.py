@@ -10,15 +10,18 @@ make the update that one learner would make from the whole batch.
 import contextlib
 import datetime
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchbeast.base import hardware
+from torchbeast.base import hardware, ranks
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.ranks import Alone
+from torchbeast.runs.files import RunFolder
+from torchbeast.runs.start import print_warnings_only
 
 COPY_SECONDS = 3600.0  # for a replay of 700 GB at 200 MB/s
 
@@ -141,9 +144,51 @@ class Several(Alone):
             dist.broadcast_object_list(made)
         return made[0]
 
+    @contextlib.contextmanager
+    def begun(self, begin: Callable[[], Any]) -> Iterator[Any]:
+        """The other ranks write into folders that are removed at the end."""
+        if self.rank() == 0:
+            with contextlib.ExitStack() as stack:
+
+                def first() -> Any:
+                    start = stack.enter_context(begin())
+                    folders.append(start.folder)
+                    return start._replace(folder=None)  # its lock stays here
+
+                folders: list[RunFolder] = []
+                start = self.of_first(first)
+                yield start._replace(folder=folders[0])
+            return
+        found = self.of_first(begin)
+        print_warnings_only()
+        with tempfile.TemporaryDirectory() as savedir:
+            flags = found.flags.replace(savedir=savedir, disable_checkpoint=True)
+            with contextlib.closing(RunFolder(savedir, flags.xpid)) as folder:
+                yield found._replace(flags=flags, folder=folder)
+
     def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
         with _waiting():
             for x in tensors:
                 dist.broadcast(x, 0)
                 if x.device.type != "cpu":  # other streams copy it next
                     torch.accelerator.synchronize(x.device)
+
+
+def share_out(saved: dict[str, Any], learners: int, typed: set[str]) -> None:
+    """Changes the flags so that all ranks together act and learn as `learners` did.
+
+    Raises:
+      FlagError: they can't share something equally, and it was not typed.
+    """
+    for name in ("num_actors", "batch_size"):
+        if saved.get(name) is None:
+            continue
+        own, left = divmod(saved[name] * learners, ranks.size())
+        if left and name not in typed:
+            raise FlagError(
+                f"{ranks.size()} learners can't share the --{name} of {learners} "
+                f"equally, which was {saved[name]} each: give --{name}"
+            )
+        saved[name] = max(1, own)
+    for name in {"num_buffers", "max_learner_queue_size"} & saved.keys():
+        saved[name] = None  # chosen again
