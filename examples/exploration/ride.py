@@ -17,8 +17,9 @@ from gymnasium import spaces
 from torch import nn
 
 from examples.exploration.common import Encoder, EpisodicCounts, InverseDynamics, ends
+from torchbeast.base import ranks
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.extras.explorer.method import Explored, Method, mean
+from torchbeast.extras.explorer.method import Explored, Method
 
 
 class RIDE(Method):
@@ -64,7 +65,9 @@ class RIDE(Method):
         forward = 0.5 * (predicted - after).square().sum(-1) * counted
         inverse = self.inverse(embedded, action) * counted
         impact = (after - now).detach().norm(dim=-1)
-        impact = impact / mean(impact, counted).clamp(min=1e-8)
+        number = ranks.total(counted.sum()).clamp(min=1)
+        mean = ranks.total((impact * counted).sum()) / number
+        impact = impact / mean.clamp(min=1e-8)
         # A row that is padding has a count of 0.
         counts = rows["episodic_count"][1:].clamp(min=1)
         reward = self.scale * impact / counts.sqrt()

@@ -3,13 +3,11 @@
 import collections
 import itertools
 import math
-import re
 from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
 import pytest
-import runs
 import torch
 from gymnasium import spaces
 from nets import make_net
@@ -443,16 +441,6 @@ def test_the_planes_of_minigrid():
     assert (env.observation_space.high == 1).all()
     # An object, a colour and a state per cell.
     assert (observation.sum(-1) == 3).all()
-
-
-def test_the_table_counts_the_lines_of_each_file():
-    folder = runs.ROOT / "examples" / "exploration"
-    table = re.findall(
-        r"\]\((\w+\.py)\) .*\b(\d+)\b", (folder / "README.md").read_text()
-    )
-    assert {f"{name}.py" for name in METHODS} < {file for file, _ in table}
-    for file, lines in table:
-        assert len((folder / file).read_text().splitlines()) == int(lines), file
 
 
 RING = 7

