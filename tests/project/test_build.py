@@ -136,31 +136,6 @@ def test_without_grpc_the_rest_is_built_and_the_import_says_what_to_install(chec
     assert "apt-get install libgrpc++-dev" in done.stdout
 
 
-@needs_tools
-def test_import_shows_why_the_compiler_failed(checkout):
-    pytest.importorskip("pybind11")
-    (checkout / "nest/src/nest_python.cc").write_text("#error broken on purpose\n")
-    done = build_modules(checkout, TORCHBEAST_CMAKE_ARGS=HIDE_GRPC)
-    assert done.returncode == 0, done.stdout
-    said = import_error(checkout, "nest")
-    assert "cmake --build" in said
-    assert "broken on purpose" in said
-
-
-def test_unknown_choice_is_refused(checkout):
-    done = build_modules(checkout, TORCHBEAST_NATIVE="perhaps")
-    assert done.returncode != 0
-    assert "'perhaps'; it may be auto, require or skip" in done.stdout
-
-
-def test_without_cmake_the_import_names_it(checkout, tmp_path):
-    (tmp_path / "bin").mkdir()
-    done = build_modules(checkout, PATH=str(tmp_path / "bin"), CXX="none")
-    assert done.returncode == 0, done.stdout
-    for module in ("nest", "libtorchbeast"):
-        assert "Missing: cmake" in import_error(checkout, module)
-
-
 def test_sources_hide_no_module():
     """In a checkout, `import nest` has to find the module, not the folder."""
     assert not list(ROOT.glob("nest/__init__.py*"))
@@ -256,42 +231,6 @@ def test_an_update_that_fails_keeps_the_environment(set_up, checkout):
     assert (packages / "mine.py").exists()
 
 
-def fingerprints(checkout):
-    """The hashes of scripts/setup, which sets up again if one differs."""
-    code = (
-        'eval "$(sed -n "/^[a-z_]*fingerprint() {/,/^}/p" scripts/setup)"\n'
-        "fingerprint; native_fingerprint"
-    )
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", code],
-        cwd=checkout,
-        env={**os.environ, "python": sys.executable, "TORCHBEAST_NATIVE": "auto"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=runs.patience(60),
-    )
-    assert [len(line.split()[0]) for line in done.stdout.splitlines()] == [64, 64]
-    return done.stdout
-
-
-@needs_sha256sum
-def test_set_up_notices_what_changes_the_native_modules(checkout):
-    seen = [fingerprints(checkout)]
-    os.utime(checkout / "libtorchbeast/array.cc")
-    assert fingerprints(checkout) == seen[0]  # its time is not its content
-    for name in (
-        *("CMakeLists.txt", "setup.py", "libtorchbeast/array.cc"),
-        *("libtorchbeast/new.cc", "libtorchbeast/proto/torchbeast.proto"),
-        "nest/include/nest/nest.h",
-    ):
-        edit(checkout / name)
-        seen.append(fingerprints(checkout))
-    (checkout / "libtorchbeast/new.cc").rename(checkout / "libtorchbeast/newer.cc")
-    seen.append(fingerprints(checkout))
-    assert len(set(seen)) == len(seen)
-
-
 def test_the_tested_versions_are_for_every_python_that_gets_them():
     """scripts/setup gives them to Python >= 3.11; that of Debian 12 is 3.11.2."""
     from packaging.specifiers import SpecifierSet
@@ -306,34 +245,3 @@ def test_the_tested_versions_are_for_every_python_that_gets_them():
                 pythons = SpecifierSet(found["Requires-Python"] or "")
                 assert pythons.contains("3.11.2"), f"{line} needs {pythons}"
     assert "gym" in looked_at  # this version and no other is installed everywhere
-
-
-def test_lower_bounds_only_and_one_tested_version_of_each_package():
-    """An upper bound would conflict with newer packages of environments."""
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    lines = [line for extra in extras for line in extra]
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        lines += [line] if line[:1].isalpha() else []
-    tested = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if not line.startswith("#"):
-            name, version = line.split("==")
-            assert name not in tested
-            tested[name] = version
-    assert tested["torch"].replace(".", "").isdigit()  # no build such as +cpu
-    exact = set()
-    for line in lines:
-        needed = Requirement(line)
-        if needed.name == "torchbeast":
-            continue
-        assert needed.specifier.contains(tested[canonicalize_name(needed.name)]), line
-        for bound in needed.specifier:
-            if bound.operator != ">=":
-                assert bound.operator == "==", line
-                exact.add(needed.name)
-    assert exact == {"clang-format", "gym", "ruff"}  # pyproject.toml has the reasons

@@ -1,7 +1,6 @@
 """The encoders of examples/exploration/encoders, and the runs that name them."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ from environments import SignsInNetHack
 from gymnasium import spaces
 
 from examples.exploration.encoders.minigrid_encoder import MiniGrid
-from examples.exploration.encoders.nethack_encoder import READS, NetHack
-from torchbeast.base.errors import UserError
+from examples.exploration.encoders.nethack_encoder import NetHack
 
 N = 5
 COUNTS = (11, 6, 4)  # MiniGrid's objects, colours and states
@@ -101,24 +99,6 @@ def test_nethack(layer_norm):
     check_gradients(encoder, observation)
 
 
-@pytest.mark.parametrize(
-    ("parts", "size"),
-    [
-        (["map"], 64),
-        (["crop", "numbers"], 128 + 64),
-        (["numbers"], 64),
-        (["words", "map"], 64 + 32),
-    ],
-)
-def test_parts_of_nethack_need_only_what_they_read(parts, size):
-    names = {name for part in parts for name in READS[part]}
-    space = spaces.Dict({name: NETHACK[name] for name in names})
-    encoder = NetHack(space, 0.5, parts=parts)
-    observation = {name: nethack_observation()[name] for name in names}
-    assert encoder(observation).shape == (N, size)
-    check_gradients(encoder, observation)
-
-
 def test_every_part_of_nethacks_observation_counts():
     torch.manual_seed(1)
     encoder = NetHack(NETHACK)
@@ -166,43 +146,6 @@ def test_what_is_around_the_hero():
                 assert crop[n, i, j] == glyph
 
 
-@pytest.mark.parametrize(
-    ("encoder", "space", "words"),
-    [
-        (
-            MiniGrid,
-            spaces.Discrete(4),
-            r"needs an image of shape \(H, W, 3\).*Discrete",
-        ),
-        (MiniGrid, spaces.Dict({"map": IMAGE}), r"image.*'map'"),
-        (MiniGrid, spaces.Box(0, 1, (4, 4, 2)), r"\(4, 4, 2\)"),
-        (NetHack, IMAGE, "needs a Dict with glyphs, blstats, message.*Box"),
-        (
-            NetHack,
-            spaces.Dict({"glyphs": NETHACK["glyphs"]}),
-            "glyphs, blstats, message.*observation_keys",
-        ),
-    ],
-)
-def test_other_spaces_are_refused(encoder, space, words):
-    with pytest.raises(UserError, match=words):
-        encoder(space)
-
-
-@pytest.mark.parametrize("parts", [(), ("crop", "message"), "map"])
-def test_other_parts_are_refused(parts):
-    with pytest.raises(UserError, match="has the parts map, crop, numbers, words, got"):
-        NetHack(NETHACK, parts=parts)
-
-
-def variant_flags(tmp_path, module):
-    if module == "monobeast":
-        return {"num_actors": 2}
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    pipes = f"unix:{tmp_path}/pipe"
-    return {"module": "torchbeast.polybeast", "num_servers": 2, "pipes_basename": pipes}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_policy_reads_all_parts(tmp_path):
@@ -226,84 +169,4 @@ def test_the_policy_reads_all_parts(tmp_path):
     assert "5 games: mean return" in output
 
 
-PARTS = {"encoder": f"{NetHack.__module__}:NetHack", "part": "glyphs"}
-EXPLORERS = {
-    "counts": ("counts:Counts", ["part"]),
-    "rnd": ("rnd:RND", ["encoder"]),
-    "ride": ("ride:RIDE", ["encoder", "part"]),
-    "noveld": ("noveld:NovelD", ["encoder", "part"]),
-    "e3b": ("e3b:E3B", ["encoder"]),
-}
-
-
-@pytest.mark.parametrize("name", EXPLORERS)
-def test_methods_explore_nethack(tmp_path, name):
-    path, arguments = EXPLORERS[name]
-    arguments = json.dumps({key: PARTS[key] for key in arguments})
-    flags = {**runs.SMALL, "env": "environments:SignsInNetHack", "batch_size": 3}
-    flags |= {"encoder": PARTS["encoder"], "total_steps": 400}
-    explorer = f"examples.exploration.{path}{arguments}"
-    runs.run(tmp_path, "run", **flags, explorer=explorer)
-    rows = runs.read_logs(tmp_path, "run")
-    assert float(rows[-1]["mean_intrinsic_reward"]) > 0
-    saved = torch.load(tmp_path / "run" / "model.tar", weights_only=True)
-    state = saved["explorer_state_dict"]["method"]
-    assert any("glyph" in x for x in state) == ("encoder" in arguments)
-
-
 ENCODERS = "examples.exploration.encoders"
-PACKAGES = {
-    "minigrid": {
-        "env": "minigrid:MiniGrid-Empty-5x5-v0",
-        "wrapper": "minigrid.wrappers:ImgObsWrapper",
-        "encoder": f"{ENCODERS}.minigrid_encoder:MiniGrid",
-    },
-    "minihack": {
-        "env": "minihack:MiniHack-Room-5x5-v0",
-        "env_kwargs": KEYS,
-        "encoder": f"{ENCODERS}.nethack_encoder:NetHack",
-    },
-    "nle": {
-        "env": "nle:NetHackScore-v0",
-        "env_kwargs": KEYS[:-1] + ', "max_episode_steps": 100}',
-        "encoder": f"{ENCODERS}.nethack_encoder:NetHack",
-    },
-}
-
-
-def test_the_agent_for_minihack(tmp_path):
-    pytest.importorskip("minihack")
-    file = pathlib.Path(__file__).parents[2] / "examples/exploration/minihack.toml"
-    flags = {"config": file, "trust_checkpoint_env": True, "total_steps": 700}
-    runs.run(tmp_path, "run", **flags)
-    rows = runs.read_logs(tmp_path, "run")
-    assert int(rows[-1]["step"]) >= 700
-    meta = json.loads((tmp_path / "run" / "meta.json").read_text())["args"]
-    assert (meta["discounting"], meta["epsilon"]) == (0.999, 1e-6)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
-def test_with_the_package(tmp_path, module, package):
-    pytest.importorskip(package)
-    flags = {**runs.SMALL, **PACKAGES[package], "batch_size": 3}
-    flags |= variant_flags(tmp_path, module)
-    runs.run(tmp_path, "run", **flags)
-    rows = runs.read_logs(tmp_path, "run")
-    assert int(rows[-1]["step"]) >= 600
-    output = runs.run(tmp_path, "run", mode="test", num_test_episodes=2)
-    assert "2 games: mean return" in output
-
-
-def test_the_numbers_of_minigrid():
-    constants = pytest.importorskip("minigrid.core.constants")
-    # The agent's state is its direction, one of 4.
-    names = "OBJECT_TO_IDX", "COLOR_TO_IDX"
-    assert tuple(len(getattr(constants, name)) for name in names) == COUNTS[:2]
-    assert len(constants.STATE_TO_IDX) < len(constants.DIR_TO_VEC) == COUNTS[2]
-
-
-def test_the_space_of_nethack():
-    gymnasium = pytest.importorskip("nle.env").base.gym
-    env = gymnasium.make("NetHackScore-v0", **json.loads(KEYS))
-    assert env.observation_space == NETHACK

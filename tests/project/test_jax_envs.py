@@ -1,8 +1,6 @@
 """examples/jax_envs: gymnax through the adapter, against gymnax called by hand."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -99,45 +97,6 @@ def test_rows_are_those_of_gymnax(game, params):
     assert ends["truncated"] > 3 or not params
     assert ends["terminated"] > 3 or continuous
     envs.close()
-
-
-def test_a_game_with_another_dtype_than_it_declares():
-    envs = make(game="Catch-bsuite")
-    row = envs.initial()
-    assert row["observation"].dtype == envs.observation_space.dtype == np.int32
-    row["observation"][:] = 0  # a row's arrays may be changed
-    envs.close()
-
-
-def test_arguments_of_gymnax():
-    envs = make(game="Breakout-MinAtar", use_minimal_action_set=False)
-    assert envs.action_space.n == 6
-    envs.close()
-
-
-ONE_CORE = f"""
-import time, jax, numpy
-from {NAME.replace(":", " import ")}
-games = GymnaxGames(16)
-games.reset(seed=1)
-actions = numpy.zeros(16, int)
-games.step(actions)  # compiles
-started = time.process_time(), time.thread_time()
-for _ in range(300):
-    games.step(actions)
-all_threads, mine = time.process_time() - started[0], time.thread_time() - started[1]
-print(jax.default_backend(), mine / all_threads)
-"""
-
-
-def test_one_thread_does_it():
-    command = [sys.executable, "-c", ONE_CORE]
-    output = subprocess.check_output(
-        command, env=runs.environment(), text=True, timeout=runs.patience(200)
-    )
-    platform, share = output.split()
-    assert platform == "cpu"
-    assert float(share) > 0.95
 
 
 @pytest.mark.timeout(500)

@@ -13,9 +13,8 @@ from gymnasium.utils.env_checker import check_env
 from test_evaluate import make_flags, make_weights
 
 from examples.self_play import players
-from examples.self_play.columns import Columns, NumpyPolicy
+from examples.self_play.columns import NumpyPolicy
 from examples.self_play.games import SelfPlay, kept
-from examples.self_play.scores import Scores
 from torchbeast import load_agent
 from torchbeast.runs import checkpoint
 
@@ -80,26 +79,6 @@ def test_gymnasiums_checks(tmp_path):
     check_env(env, skip_render_check=True)
 
 
-def test_before_a_file_exists_the_opponent_takes_any_legal_action(tmp_path):
-    env, first, last = make(tmp_path / "later"), collections.Counter(), 0
-    for seed in range(700):
-        observation, _ = env.reset(seed=seed, options={"seat": 1})
-        assert observation["opponent"] == 0
-        first[opponents_columns(env).index(1)] += 1
-    assert sorted(first) == list(range(COLUMNS))
-    # Of 700 in 7 columns; the standard deviation of each is 9.3.
-    assert all(60 < number < 140 for number in first.values())
-    # PettingZoo refuses illegal moves. Columns get full in these games.
-    for seed in range(30):
-        observation, _ = env.reset(seed=seed)
-        over = False
-        while not over:
-            action = np.flatnonzero(observation["action_mask"])[0]
-            observation, _, over, _, _ = env.step(action)
-        last = max(last, sum(opponents_columns(env)))
-    assert last > 8
-
-
 def test_a_game_keeps_its_opponent_whatever_happens_to_the_files(tmp_path):
     publish(tmp_path / "model.10.tar", 2)
     env = make(tmp_path, newest=1.0)
@@ -126,26 +105,6 @@ def test_a_game_keeps_its_opponent_whatever_happens_to_the_files(tmp_path):
     assert opponents_columns(env) == [0, 0, 0, 4, 0, 0, 0]
 
 
-def test_who_is_drawn(tmp_path):
-    for number, step in enumerate((900, 1000, 20000)):  # not in the order of names
-        publish(tmp_path / f"model.{step}.tar", number)
-    publish(tmp_path / "model.best.tar", 6)
-    publish(tmp_path / "model.tar", 6)
-    (tmp_path / ".model.30000.tar.tmp").write_bytes(b"half of it")
-    env, drawn, seats = make(tmp_path), collections.Counter(), collections.Counter()
-    for seed in range(600):
-        observation, _ = env.reset(seed=seed)
-        drawn[int(observation["opponent"])] += 1
-        seats[env.me] += 1
-        if env.me == "player_1":  # the opponent has moved
-            column = opponents_columns(env).index(1)
-            assert column == observation["opponent"] - 1
-    assert sorted(drawn) == [1, 2, 3]
-    assert 360 < drawn[3] < 440  # 1/2 + 1/6 of 600, three standard deviations of 11.5
-    assert min(drawn[1], drawn[2]) > 60
-    assert min(seats["player_0"], seats["player_1"]) > 250
-
-
 def test_a_game_follows_from_its_seed_and_the_actions(tmp_path):
     save(tmp_path / "model.1.tar")
     boards = []
@@ -158,23 +117,6 @@ def test_a_game_follows_from_its_seed_and_the_actions(tmp_path):
             observation, _, over, _, _ = env.step(action)
         boards.append(env.game.board)
     assert boards[0] == boards[1]
-
-
-def test_another_game_without_an_encoder(tmp_path):
-    arguments = {"folder": str(tmp_path), "game": "pettingzoo.classic.tictactoe_v3"}
-    flags = make_flags("--env", NAME, "--env_kwargs", json.dumps(arguments))
-    state = {"flags": flags.as_dict(), "model_state_dict": make_weights(flags)}
-    checkpoint.save(tmp_path / "model.1.tar", state)
-    env, returns = SelfPlay(**arguments, trust=True), collections.Counter()
-    for seed in range(60):
-        observation, over = env.reset(seed=seed)[0], False
-        assert observation["opponent"] == 1
-        while not over:
-            legal = np.flatnonzero(observation["action_mask"])
-            observation, reward, over, _, _ = env.step(legal[0])
-        returns[int(reward)] += 1
-    assert isinstance(env.opponent, players.Saved)
-    assert sorted(returns) == [-1, 0, 1]
 
 
 class Evil:
@@ -263,23 +205,6 @@ def test_the_fast_player_has_the_logits_of_the_model(tmp_path, monkeypatch):
             observation, _, over, _, _ = env.step(move)
 
 
-def test_the_fast_player_samples_as_the_model(tmp_path):
-    path = tmp_path / "model.1.tar"
-    save(path, edit=lambda weights: weights["policy.weight"].mul_(8))
-    agent = load_agent(path, trust_env=True)
-    env = make(tmp_path, against="random")
-    observation = env.reset(seed=1, options={"seat": 1})[0]
-    observation["action_mask"][2] = 0
-    logits = agent.act(observation, outputs=True)[2]["policy_logits"]
-    rng = np.random.default_rng(1)
-    moves = [players.SavedBoard(agent, rng).move(observation) for _ in range(2000)]
-    found = np.bincount(moves, minlength=COLUMNS) / 2000
-    wanted = torch.tensor(logits).softmax(0).numpy()
-    np.testing.assert_allclose(found, wanted, atol=0.04)  # 3.5 standard deviations
-    assert found[2] == 0
-    assert found.max() < 0.9
-
-
 def wins(game, who, column):
     """Whether this agent would win with a piece in the column, by PettingZoo."""
     other = connect_four.raw_env()
@@ -317,54 +242,6 @@ def test_the_scripted_player_against_pettingzoos_rules():
         found["blocks"] += bool(blocking) and not winning
     assert found["wins"] > 20
     assert found["blocks"] > 20
-
-
-@torch.no_grad()
-def test_the_encoder_sees_each_four():
-    """With filters made by hand its features say which columns win."""
-    encoder = Columns(SelfPlay("nowhere").observation_space)
-    for layer in (encoder.line, encoder.column):
-        layer.weight.zero_()
-        layer.bias.zero_()
-    # The first filter counts a player's pieces in a line without the other's.
-    encoder.line.weight[0] = torch.tensor([1.0, -3, 1, -3, 1, -3])
-    encoder.column.weight[0, 0] = 1  # the most in any line where the piece would land
-    units, found = encoder.column.out_features, 0
-    for game in random_positions(40, np.random.default_rng(4)):
-        agent = game.agent_selection
-        observation = game.observe(agent)
-        board = torch.from_numpy(observation["observation"])[None]
-        most = encoder({"observation": board})[0, : COLUMNS * units : units]
-        for column in np.flatnonzero(observation["action_mask"]):
-            assert (most[column] == 3) == wins(game, agent, column)
-            found += bool(most[column] == 3)
-    assert found > 20
-
-
-def test_scores_of_a_batch_by_hand():
-    space = SelfPlay("nowhere", history=3).observation_space
-    scores = Scores(space, None, decay=0.5)
-    T, B = 4, 2
-    opponent = torch.tensor([[1, 2], [1, 2], [3, 2], [3, 0], [1, 0]])  # [T + 1, B]
-    done = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 1], [1, 0]]).bool()
-    reward = torch.tensor([[0, 0], [0, 0], [1, 0], [0, -1], [-1, 0]]).float()
-    rows = {"observation": {"opponent": opponent}, "done": done, "reward": reward}
-    valid = torch.ones(T, B, dtype=torch.bool)
-    explored = scores.explore(rows, valid)
-    assert not explored.reward.any()
-    assert explored.columns["opponent_games"].tolist() == [0, 1, 1, 1]
-    score = explored.columns["opponent_score"]
-    assert score[1:].tolist() == [1, -1, -1]
-    assert score[0].isnan()
-    # The next game against 1 is lost: 0.5 * 1 - 1, of a weight of 1.5.
-    rows["reward"] = -reward.abs()
-    valid[1:, 1] = False
-    columns = scores.explore(rows, valid).columns
-    assert columns["opponent_games"].tolist() == [0, 1, 0, 1]
-    assert columns["opponent_score"][1].item() == pytest.approx(-0.5 / 1.5)
-    # Replayed games count no more.
-    rows["replayed"] = torch.ones_like(valid)
-    assert not scores.explore(rows, valid).columns["opponent_games"].any()
 
 
 @pytest.mark.timeout(500)

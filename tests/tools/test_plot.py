@@ -3,7 +3,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import subprocess
 import sys
 
@@ -319,38 +318,6 @@ def test_the_title_has_the_protocol(tmp_path, drawn):
         "a-1",
         "Atari pong, no sticky actions, episodes end with a life",
     ]
-
-
-def test_commands_beside_pictures_draw_them(tmp_path, monkeypatch, drawn):
-    """One curve has no legend; all seeds of a game are one curve."""
-    monkeypatch.chdir(ROOT)
-    pages = [ROOT / "docs/results" / name for name in ("README.md", "runs.md")]
-    document = "".join(page.read_text() for page in pages).replace("\\\n", " ")
-    legends = {}
-    for command in re.findall(r"python -m torchbeast\.plot (.*--title.*)", document):
-        words = []
-        for word in shlex.split(command):
-            matches = map(str, ROOT.glob(word)) if "?" in word else [word]
-            words += sorted(matches)
-        texts = drawn(*words)
-        legends[words[-1]] = [text.split("\n")[0] for text in texts[1:]]
-        texts.clear()
-    interquartile = {
-        f"docs/results/minatar_{game}_iqm{over}.png": [
-            f"{group} (3 runs, IQM, 95 % interval)"
-            for group in (game, f"poly-{game}_10m")
-        ]
-        for game in ("breakout", "space_invaders")
-        for over in ("", "_time")
-    }
-    assert legends == {
-        **interquartile,
-        "docs/results/pong.png": [],
-        "docs/results/minatar.png": [
-            f"{game} (3 runs, mean ± std)"
-            for game in ("asterix", "freeway", "seaquest")
-        ],
-    }
 
 
 def test_the_legend_says_what_differs(tmp_path, drawn):
