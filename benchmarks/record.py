@@ -1,4 +1,4 @@
-"""What --record costs, and whether --repeat gives the same run again.
+"""What --record costs, and whether torchbeast.tools.repeat gives the same run again.
 
     python benchmarks/record.py equal --runs 10
     python benchmarks/record.py cost --env PongNoFrameskip-v4 --seconds 60
@@ -72,7 +72,7 @@ def equal(args: argparse.Namespace) -> int:
             process.send_signal(signal.SIGKILL)
             process.wait()
             finish(start(savedir, xpid, flags))
-            finish(start(savedir, f"{xpid}-again", f"--repeat {xpid}"))
+            finish(start(savedir, f"{xpid}-again", xpid, "tools.repeat"))
             then, now = read_rows(savedir, xpid), read_rows(savedir, f"{xpid}-again")
             wrong += then != now
             records = sorted(model.parent.glob("record.*"))

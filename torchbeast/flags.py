@@ -65,8 +65,6 @@ class Run(Group):
         "environment steps to train; a step is an action of one environment",
         STEPS, TUNE)
     sync: bool = flag(False, "reproducible: actors and learner take turns", TUNE)
-    record: bool = flag(False, "record the order of the run; MonoBeast's --repeat "
-        "makes it again", FREE)
     trust_checkpoint_env: bool = flag(False,
         "use what another user's checkpoint or a file of --config names: code (--env "
         "module:Class, --wrapper, ...), its arguments, files and machines", START)
@@ -237,15 +235,6 @@ class MonoBeast(Group):
     num_buffers: int = flag(None,
         "slots for rollouts in shared memory (default: one per environment, and "
         "without --sync the larger of --batch_size and --envs_per_actor more)", COUNT)
-    repeat: str | None = flag(None,
-        "make a run with --record again, as a new run; compare the two", START,
-        metavar="XPID|FOLDER")
-    until: int | None = flag(None,
-        "end the repetition after the batch that reaches this step; save a checkpoint",
-        STEPS, START, needs="repeat")
-    interactive: bool = flag(False,
-        "then open a Python prompt with learner, batch and actors", START,
-        needs="repeat")
 
 
 class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer,

@@ -48,7 +48,6 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
-from torchbeast.extras import order
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.local.actors import Actors, actor_context
@@ -336,8 +335,11 @@ def in_rounds(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
     save()  # while the actors still run: the checkpoint needs their state
 
 
-def train(start: Start) -> int:
-    """Trains until flags.total_steps or a stop signal. Returns the exit status."""
+def train(start: Start, *attach: Callable[[Run], Any], until: int | None = None) -> int:
+    """Trains until flags.total_steps or a stop signal. Returns the exit status.
+
+    For attach and until see Run.
+    """
     flags = start.flags
     if flags.serial:
         from torchbeast.local import serial  # an environment in this process
@@ -348,7 +350,7 @@ def train(start: Start) -> int:
     check_games_can_be_saved(flags, env_spec.exact_resume)
     learner = Learner(flags, env_spec)
     keep_freed_memory(learner.device)
-    run = Run(start, learner)
+    run = Run(start, learner, attach, until)
     weights = SharedWeights(learner.model)
     weights.publish(learner.model.state_dict(), learner.num_updates)
     buffers = make_buffers(flags, learner)
@@ -369,7 +371,7 @@ def train(start: Start) -> int:
     def finish(update: Update) -> None:
         """Run calls it when `updating` ends or, with a GPU, when the update is made."""
         columns = update.finish()
-        publish(update.weights, update.policy_version)
+        actors.publish(update.weights, update.policy_version)
         run.log(columns)
 
     run.on_update = finish
@@ -380,8 +382,8 @@ def train(start: Start) -> int:
         )
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
-        # Without --record and --repeat these are the actors and weights.publish.
-        actors, publish = order.keep(run, actors, buffers, weights)
+        rows = map_nested(torch.Tensor.numpy, buffers["rows"])
+        actors = run.guests.wrap("actors", actors, rows)
         loop = in_rounds if flags.sync else at_once
         loop(run, actors, learn_from)
     return run.exit_status

@@ -216,7 +216,7 @@ def test_a_signal_to_one_ends_all_after_the_same_update(tmp_path):
 
 def test_the_record_of_a_run_needs_one_learner(tmp_path):
     output = runs.run_learners(2, tmp_path, "a", 1, **runs.SMALL, record=True)
-    assert "--record and --repeat need one learner" in output
+    assert "can't be used with torchrun" in output
     assert not (tmp_path / "a").exists()
 
 

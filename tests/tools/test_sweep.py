@@ -256,7 +256,6 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
         ([], {"mode": "test"}, 1, "a sweep trains; --mode test is not possible"),
         (["--search", "alfa=int:1:2"], {}, 1, "monobeast has no flag --alfa"),
-        ([], {"repeat": "x"}, 1, "a sweep trains; --repeat is not possible"),
         ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
         (["--sbatch", "gres=gpu:1"], {}, 2, "add --submit slurm"),
         (["--trials", "9"], {}, 2, "--trials is for a --search"),

@@ -14,7 +14,10 @@ A file may have
 A guest may have
 
     about()             returns entries for this start in meta.json
+    actors(actors, rows)    returns what takes the place of MonoBeast's actors; rows
+                        are its slots [slots, T + 1, ...] in NumPy
     poll()              called in each round of the main loop, about once per second
+    update(update)      an update is about to be finished
     columns()           returns columns of the next row of logs.csv
     row(row)            a row of logs.csv was written
     save(path, step)    a checkpoint was written, and nothing is learned meanwhile
@@ -24,8 +27,8 @@ A guest may have
     numbers()           returns metrics, by name; called in any thread
     close(status)       the run has ended with this exit status
 
-columns and row are called in the thread that learns, all others in the main thread. If
-attach or a method raises, the run ends with this error. Importing a file of a part
+update, columns and row are called in the thread that learns, the others in the main
+thread. If attach or a method raises, the run ends with this error. Importing a part
 loads neither PyTorch nor its package: it imports them where it uses them.
 """
 
@@ -74,6 +77,13 @@ class Guests(list[Any]):
     def all(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of all guests that have it; returns what they return."""
         return [getattr(x, method)(*args) for x in self if hasattr(x, method)]
+
+    def wrap(self, method: str, value: Any, *args: Any) -> Any:
+        """Lets each guest that has the method replace a value."""
+        for guest in self:
+            if hasattr(guest, method):
+                value = getattr(guest, method)(value, *args)
+        return value
 
     def close(self, status: int) -> None:
         """Closes them, the last one first: it may have a file that others watch."""

@@ -174,7 +174,7 @@ class Actors:
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         # A game whose actions are logged can be copied, see `copy`.
-        self.flags = flags.replace(sync=flags.sync or flags.interactive)
+        self.flags, self.publish = flags, weights.publish
         self.weights, self._arguments = weights, (actor_class, env_spec, buffers)
         self.idle = list(range(flags.num_actors))
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
@@ -249,20 +249,6 @@ class Actors:
             ((_, state),) = self._receive(child)
             states.append(pickle.loads(state))
         return states
-
-    def copy(self, index: int, wake_up: int) -> Any:
-        """A copy of an actor, with its games in progress, in this process.
-
-        Only for a debugger: elsewhere the learner's process runs no environment.
-        """
-        while len(self.idle) < self.flags.num_actors:
-            list(self.finished(1.0, wake_up))
-        actor_class, _, buffers = self._arguments
-        env = make_envs(self.flags, index)
-        actor = actor_class(self.flags, env, buffers, self.weights.memory, index)
-        actor.load_state_dict(self.save()[index])
-        actor.load_weights(*self.weights.acquire())
-        return actor
 
     def num_steps(self) -> int:
         """Environment steps taken since the start."""

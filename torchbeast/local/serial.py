@@ -36,7 +36,7 @@ class SerialActors:
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
-        self.flags, self.weights = flags, weights
+        self.flags, self.weights, self.publish = flags, weights, weights.publish
         self.idle = [0]
         self._slots: list[int] = []
         with torch.random.fork_rng(devices=[]):  # as if it had a process of its own

@@ -242,10 +242,6 @@ def train(
 
     run.on_update = finish
     with run:
-        if streams.order:
-            from torchbeast.extras import record  # optional
-
-            streams.order.append = record.begin_record(run)
         log.info(
             "%d streams of %d environments; inference on %s, learning on %s",
             *(flags.num_actors, run.learner.env_spec.num_envs),

@@ -160,10 +160,10 @@ class Streams:
             spec.observation_space, learner.model.distribution
         )
         self.order: Any = None
-        if getattr(flags, "record", False) and not flags.sync:
+        if getattr(flags, "record", False):
             from torchbeast.extras.record import InferenceOrder  # optional
 
-            self.order = InferenceOrder()
+            self.order = InferenceOrder(run)
         parts = [[x] for x in envs.addresses] if flags.sync else [envs.addresses]
         self.groups = [
             StreamGroup(

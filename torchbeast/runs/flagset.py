@@ -35,7 +35,7 @@ FREE_TO_CHANGE_IN_SYNC = of_resume(DECLARED, START, FREE, TUNE)
 
 # Flags of a meta.json that name a place, and not what the run does.
 OF_ITS_RUN = {
-    *("mode", "savedir", "xpid", "config", "video", "checkpoint", "repeat", "until"),
+    *("mode", "savedir", "xpid", "config", "video", "checkpoint"),
     *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
 }
 # Only the command line says whether a file is trusted.

@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from torchbeast.base import errors, parts, ranks
 from torchbeast.core import finite
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
-from torchbeast.extras import record
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
@@ -56,6 +55,8 @@ class Run:
     Args:
       start: flags, folder and checkpoint.
       learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
+      attach: functions that return more guests.
+      until: ends the run at this step and not at --total_steps.
 
     Attributes:
       guests: optional parts of the run, see base/parts.py.
@@ -72,11 +73,17 @@ class Run:
       show: updates the live line, see Status.show.
       wake: wakes the main thread.
       wake_reader: a file descriptor that is readable when the main thread should wake.
-      last_step: at which the run ends: --total_steps, or see order.py.
+      last_step: at which the run ends.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
-    def __init__(self, start: Start, learner: Any) -> None:
+    def __init__(
+        self,
+        start: Start,
+        learner: Any,
+        attach: Iterable[Callable[[Run], Any]] = (),
+        until: int | None = None,
+    ) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed, self.folder = start.saved is not None, start.folder.path
         if start.saved:
@@ -91,8 +98,8 @@ class Run:
         log_encoders(learner.model, self.flags.model)
         self.stack, self.timings = contextlib.ExitStack(), Timings()
         self.shares: dict[str, Any] = {}
-        self.last_step: float = self.flags.total_steps
-        self.last_words: Callable[[], None] = lambda: None  # after all log lines
+        self.last_step = until or self.flags.total_steps
+        self._attach = attach
         self.exit_status = 1
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
@@ -122,10 +129,11 @@ class Run:
         return self
 
     def _enter(self) -> None:
-        start, flags, path = self.start, self.flags, self.start.folder.path
+        start, flags = self.start, self.flags
         step = self.learner.step if self.resumed else None
-        for part in parts.find() if not ranks.rank() else ():
-            if hasattr(part, "attach") and (guest := part.attach(self)):
+        of_parts = [x.attach for x in parts.find() if hasattr(x, "attach")]
+        for attach in (*of_parts, *self._attach) if not ranks.rank() else ():
+            if guest := attach(self):
                 self.guests.append(guest)
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
@@ -143,7 +151,6 @@ class Run:
                 **join_columns(*self.guests.all("about")),
             },
         )
-        record.drop_later(path, self.learner.step)
         self._wake_pipe.wake_on_signals()
         announce(start)
         # After out.log is open: at its end it restores the log's handlers of now.
@@ -217,6 +224,7 @@ class Run:
         try:
             while len(self._begun) > all_but:
                 update = self._begun.popleft()
+                self.guests.all("update", update)
                 self.on_update(update)
                 self._learned = update.policy_version > self._began_at[1]
         except BaseException:
@@ -403,7 +411,6 @@ class Run:
             min(len(counters.game_returns), last),
             mean_return(counters, self.flags),
         )
-        self.last_words()
         why = self._error if status == 1 else None
         end = {"last_step": learner.step, "error": why, "timings": self.shares}
         self._writer.close(status, **end)

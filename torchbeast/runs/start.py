@@ -101,7 +101,6 @@ def run_script(
 
     `train` returns the exit status, and so does this. For resolve_layout see begin.
     """
-    from torchbeast.extras import order
 
     def begin_and_train() -> int:
         typed = flagset.read(parser, argv)
@@ -109,14 +108,9 @@ def run_script(
         if flags.mode != "train":
             test(typed)
             return 0
-        for part in order.parts(typed):  # one, but for --repeat
-            stops = processes.raise_on_stop_signals()  # a Run ignores them at its end
-            begun = functools.partial(begin, part, resolve_layout)
-            with stops, ranks.together(flags), ranks.begun(begun) as start:
-                done = ranks.of_first(start.is_finished)
-                if not done and (status := train(start)):
-                    return status
-        return 0
+        begun = functools.partial(begin, typed, resolve_layout)
+        with ranks.together(flags), ranks.begun(begun) as start:
+            return 0 if ranks.of_first(start.is_finished) else train(start)
 
     return guarded(begin_and_train)
 
@@ -167,13 +161,6 @@ def begin(
         flags.savedir, flags.xpid = str(folder.path.parent), folder.path.name
         merged = flags.as_dict()
         flags = resolve_layout(flagset.resolve(flags))
-        ray = getattr(flags, "launcher", None) == "ray"
-        repeats = flags.record or getattr(flags, "repeat", None)
-        if repeats and (ranks.size() > 1 or flags.sync or ray):
-            raise FlagError(
-                "--record and --repeat need one learner, without torchrun, --sync and "
-                "--launcher ray"
-            )
         filled_in = set(flagset.left_open(merged, flags))
         if saved and flags.sync:
             filled_in |= set(saved.get("flags_left_open", ())) - flags.typed

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torchbeast.base.errors import FlagError, using
 
 # Flags that can't be in a grid.
-OWN = {"seed", "xpid", "savedir", "mode", "repeat"}
+OWN = {"seed", "xpid", "savedir", "mode"}
 MOST_RUNS = 10_000  # of a sweep: each is checked before the first starts
 MOST = 1_000_000  # of each other number
 

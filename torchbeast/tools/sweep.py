@@ -74,8 +74,6 @@ class Sweep:
         flags = flagset.merge(typed)
         if flags.mode != "train":
             raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
-        if getattr(flags, "repeat", None):
-            raise FlagError("a sweep trains; --repeat is not possible")
         check_name(name, flags.savedir, "--name")
         flags.xpid = name
         flagset.resolve_folder(flags)

@@ -1,7 +1,7 @@
-"""--record and --repeat: an asynchronous run that is made again.
+"""--record and tools/repeat.py: an asynchronous run that is made again.
 
 Each test starts real runs, whose actors and learner do not wait for each other. What is
-equal is decided by logs.csv as the csv module reads it, not by what --repeat says.
+equal is decided by logs.csv as the csv module reads it, not by what the command says.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast import monobeast
-from torchbeast.extras import order, record
+from torchbeast.extras import record
 from torchbeast.runs.files import RunFileError
 
 # More actors than cores, a batch that is no multiple of an actor's rollouts, and no
@@ -98,13 +98,21 @@ def logs(savedir, xpid):
 
 
 def events(savedir, xpid, step=0):
-    return order.read(savedir / xpid / f"record.{step}")[1].tolist()
+    _, data = record.read_whole(savedir / xpid / f"record.{step}")
+    whole = data[: len(data) // record.EVENTS.itemsize * record.EVENTS.itemsize]
+    return np.frombuffer(whole, record.EVENTS).tolist()
 
 
-def repeat(savedir, xpid, **flags):
+def command(savedir, xpid, repeat, **flags):
+    """The command that repeats a run as `xpid`."""
+    words = runs.command(savedir, xpid, "torchbeast.tools.repeat", **flags)
+    return [*words[:3], repeat, *words[3:]]
+
+
+def repeat(savedir, xpid, status=0, **flags):
     """Makes a run again, as XPID-repeated; returns the output."""
-    words = runs.command(savedir, f"{xpid}-repeated", repeat=xpid, **flags)
-    return runs.run_words(words)
+    words = command(savedir, f"{xpid}-repeated", xpid, **flags)
+    return runs.run_words(words, status=status)
 
 
 def check_repetition(savedir, xpid, **flags):
@@ -132,7 +140,7 @@ def test_two_runs_differ_and_each_can_be_repeated(tmp_path, load):
     check_repetition(tmp_path, "a")
     # On one core, where all is late.
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
-    words = runs.command(tmp_path, "b-repeated", repeat="b")
+    words = command(tmp_path, "b-repeated", "b")
     one = ["taskset", "-c", str(min(cores)), *words]
     process = runs.start_words(one if len(cores) > 1 else words)
     output = runs.finish(process)
@@ -183,28 +191,24 @@ def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
     assert again["stats"] == saved["stats"]
     for name, x in saved["model_state_dict"].items():
         assert torch.equal(x, again["model_state_dict"][name])
-    words = runs.command(tmp_path, "a-repeated", repeat="a")
+    words = command(tmp_path, "a-repeated", "a")
     assert "a-repeated exists: choose --xpid" in runs.run_words(words, status=1)
     # Beyond the end: a warning, and the whole run.
-    words = runs.command(tmp_path, "b", repeat="a", until=10**6)
+    words = command(tmp_path, "b", "a", until=10**6)
     output = runs.run_words(words)
     assert "--until 1000000: the recorded run ends at 3000" in output
     assert logs(tmp_path, "b") == logs(tmp_path, "a")
 
 
-def test_a_prompt_has_learner_batch_and_environments(tmp_path):
+def test_a_prompt_has_learner_and_batch(tmp_path):
     runs.run(tmp_path, "a", **SMALL)
-    lines = """
-print("step", learner.step, "batch", list(batch["reward"].shape))
-last = actor(2)
-state = np.float32(last.env.envs.envs[1].unwrapped.state)
-print("game", state == last.row["observation"][1])
-exit()
-"""
-    words = runs.command(tmp_path, "b", repeat="a", until=600, interactive=True)
+    lines = (
+        'print("step", learner.step, "batch", list(batch["reward"].shape))\nexit()\n'
+    )
+    words = command(tmp_path, "b", "a", until=600, interactive=True)
     done = subprocess.run(
         words,
-        input=lines,
+        input=f"{lines}exit()\n",
         capture_output=True,
         text=True,
         env=runs.environment(),
@@ -212,7 +216,6 @@ exit()
     )
     assert done.returncode == 0, done.stderr
     assert "step 600 batch [6, 4]" in done.stdout
-    assert "game [ True  True  True  True]" in done.stdout
     meta = json.loads((tmp_path / "b" / "meta.json").read_text())
     assert meta["successful"]
     assert meta["date_end"]
@@ -223,12 +226,11 @@ exit()
 
 
 def repeat_and_fail(savedir, xpid, **flags):
-    words = runs.command(savedir, f"{xpid}-repeated", repeat=xpid, **flags)
-    return runs.run_words(words, status=1)
+    return repeat(savedir, xpid, 1, **flags)
 
 
 def test_an_environment_that_is_not_deterministic_is_named(tmp_path):
-    runs.run(tmp_path, "a", **{**SMALL, "env": "test_order:Drifts"})
+    runs.run(tmp_path, "a", **{**SMALL, "env": "test_record:Drifts"})
     output = repeat_and_fail(tmp_path, "a")
     assert "in steps 16 to 20 of actor" in output
     assert "do not follow from their seeds and actions. No package has" in output
@@ -245,9 +247,9 @@ def test_other_packages_are_named(tmp_path):
     # The model of this one computes something else: the lower half of a checksum.
     first = next(i for i, (who, _) in enumerate(events(tmp_path, "a")) if who % 2)
     changed = bytearray(data)
-    changed[order.EVENTS.itemsize * first + 2] ^= 1
+    changed[record.EVENTS.itemsize * first + 2] ^= 1
     path.write_bytes(header.replace(version.encode(), b"1.2.3") + b"\n" + changed)
-    words = runs.command(tmp_path, "c", repeat="a")
+    words = command(tmp_path, "c", "a")
     output = runs.run_words(words, status=1)
     assert "in steps 1 to 5 of actor" in output
     assert "the model gave other outputs for the same observations" in output
@@ -271,14 +273,12 @@ def test_a_learner_that_computes_something_else_is_named_by_its_first_row(tmp_pa
 
 
 def test_a_failure_of_an_environment_comes_again(tmp_path):
-    process = runs.start(tmp_path, "a", **{**SMALL, "env": "test_order:Breaks"})
+    process = runs.start(tmp_path, "a", **{**SMALL, "env": "test_record:Breaks"})
     output = runs.finish(process)
     assert process.returncode == 1
     last = output.strip().splitlines()[-1]
     command, _, more = last.partition("To repeat this run: ")[2].partition(". ")
-    assert command == (
-        f"python -m torchbeast.monobeast --repeat a --savedir {tmp_path}"
-    )
+    assert command == (f"python -m torchbeast.tools.repeat a --savedir {tmp_path}")
     more = shlex.split(more.partition(" add ")[2])
     # All of it is the last minute.
     assert more == ["--until", "1", "--interactive"]
@@ -291,7 +291,7 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
 
 
 def test_a_failure_of_the_learner_comes_again(tmp_path):
-    flags = {**SMALL, "learning_rate": 1e30, "env": "test_order:Counts"}
+    flags = {**SMALL, "learning_rate": 1e30, "env": "test_record:Counts"}
     process = runs.start(tmp_path, "a", **flags)
     assert "not finite" in runs.finish(process)
     assert "not finite" in repeat_and_fail(tmp_path, "a")
@@ -299,19 +299,41 @@ def test_a_failure_of_the_learner_comes_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("name", "flags", "text"),
     [
-        ({"repeat": "a"}, "has no record of a run's first batch"),
-        ({"repeat": "nothing"}, "has no record of a run's first batch"),
-        ({"repeat": "a", "learning_rate": 1}, "leave out --learning_rate"),
-        ({"until": 100}, "--until 100 has no effect without --repeat"),
-        ({"record": True, "sync": True}, "need one learner, without torchrun, --sync"),
+        ("a", {}, "has no record of a run's first batch"),
+        ("nothing", {}, "has no record of a run's first batch"),
+        ("a", {"learning_rate": 1}, "omit --learning_rate"),
     ],
-    ids=str,
 )
-def test_what_cannot_be_repeated(tmp_path, flags, text):
+def test_what_cannot_be_repeated(tmp_path, name, flags, text):
     runs.run(tmp_path, "a", **runs.SMALL)
-    assert text in runs.run_words(runs.command(tmp_path, "b", **flags), status=1)
+    words = command(tmp_path, "b", name, **flags)
+    assert text in runs.run_words(words, status=1)
+
+
+def test_with_sync_a_record_has_no_effect(tmp_path):
+    output = runs.run(tmp_path, "a", **runs.SMALL, record=True, sync=True, status=1)
+    assert "--record has no effect with --sync" in output
+    assert not (tmp_path / "a").exists()
+
+
+def test_damaged_files_are_named_at_once(tmp_path):
+    runs.run(tmp_path, "a", **SMALL)
+    path, logs = tmp_path / "a" / "record.0", tmp_path / "a" / "logs.csv"
+    header, _, data = path.read_bytes().partition(b"\n")
+    half = data[: len(data) // 12 * 6]
+    flipped = data[:60] + b"\x40\x00" + data[62:]
+    for number, changed in enumerate((half, flipped)):
+        path.write_bytes(header + b"\n" + changed)
+        output = runs.run_words(command(tmp_path, f"b{number}", "a"), status=1)
+        assert "record.0 is damaged" in output
+        assert "Traceback" not in output
+    path.write_bytes(header + b"\n" + data)
+    logs.write_text(logs.read_text().replace(",3000,", ",3x00,"))
+    output = runs.run_words(command(tmp_path, "c", "a"), status=1)
+    assert "logs.csv is damaged" in output
+    assert "Traceback" not in output
 
 
 def test_a_record_is_not_trusted_to_name_code(tmp_path):
@@ -319,22 +341,20 @@ def test_a_record_is_not_trusted_to_name_code(tmp_path):
     path = tmp_path / "a" / "record.0"
     header, _, data = path.read_bytes().partition(b"\n")
     path.write_bytes(
-        header.replace(b"CartPole-v1", b"test_order:Counts") + b"\n" + data
+        header.replace(b"CartPole-v1", b"test_record:Counts") + b"\n" + data
     )
     output = repeat_and_fail(tmp_path, "a")
     assert "UntrustedError" in output
-    assert "test_order:Counts" in output
+    assert "test_record:Counts" in output
 
 
 def test_a_disk_that_takes_a_part_of_an_event_ends_the_run(tmp_path):
     """If it went on, all later events would be read from the wrong place."""
-    flags = types.SimpleNamespace(as_dict=dict)
-    start = types.SimpleNamespace(folder=types.SimpleNamespace(path=tmp_path))
-    learner = types.SimpleNamespace(step=0)
+    flags, learner = types.SimpleNamespace(as_dict=dict), types.SimpleNamespace(step=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
-        parts = {"flags": flags, "start": start, "learner": learner, "stack": stack}
+        parts = {"flags": flags, "folder": tmp_path, "learner": learner, "stack": stack}
         append = record.begin_record(types.SimpleNamespace(**parts))
         size = (tmp_path / "record.0").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 15, before[1]))
@@ -354,7 +374,7 @@ def test_a_start_that_was_not_recorded(tmp_path):
     runs.finish(process)
     flags = {k: v for k, v in SMALL.items() if k != "record"}
     runs.run(tmp_path, "a", **{**flags, "no-record": True, "total_steps": 2000})
-    words = runs.command(tmp_path, "b", repeat="a")
+    words = command(tmp_path, "b", "a")
     assert "the start at step 1000 was not recorded" in runs.run_words(words, status=1)
     assert logs(tmp_path, "b") == logs(tmp_path, "a")[:50]
 
@@ -399,7 +419,7 @@ def test_polybeast_records_which_inference_made_each_step(
         assert np.subtract(updates, versions[: len(lags)]) == pytest.approx(lags)
         rollouts = np.concatenate([x.swapaxes(0, 1) for x in batches])
         check_streams(rollouts, servers, environments)
-    words = runs.command(tmp_path, "b", repeat="a")
+    words = command(tmp_path, "b", "a")
     assert "is PolyBeast's" in runs.run_words(words, status=1)
     count = len(list(record.read_batches(records[0])))
     records[0].write_bytes(records[0].read_bytes()[:-1])  # as a kill may leave it
@@ -425,12 +445,14 @@ def check_streams(rollouts, servers, environments):
 def test_a_batch_that_comes_during_the_stop_waits_for_none_that_was_dropped():
     stops, turns = [], []
     run = types.SimpleNamespace(on_stop=stops.append, finish_updates=lambda: None)
+    run.start_thread = lambda *_: None
     learning = monobeast.LearnerThreads(
-        run, 0, lambda slots, wait_for_turn: turns.append(wait_for_turn(5))
+        run, 1, lambda slots, wait_for_turn: turns.append(wait_for_turn(5))
     )
     learning.put([0])
     (stop,) = stops
     stop()
+    learning.waiting.get()  # the end of the thread
     learning.put([1])
     learning.waiting.put(None)
     learning._loop()
