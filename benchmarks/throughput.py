@@ -50,8 +50,8 @@ from torchbeast import monobeast
 from torchbeast.base import devices
 from torchbeast.base.hardware import cpu_model, gpus, keep_freed_memory
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.core import rollout
 from torchbeast.core.acting import prepare_to_act
+from torchbeast.core.buffers import create_buffers
 from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, learn
@@ -139,7 +139,7 @@ def time_learning(flags: Flags, seconds: float) -> dict[str, float]:
     T, B = flags.unroll_length, flags.batch_size
     env = Environment(flags, B)
     learner = Learner(flags, env)
-    rows = rollout.create_buffers(learner.row_spec, (2 * B, T + 1))
+    rows = create_buffers(learner.row_spec, (2 * B, T + 1))
     row = env.initial()
     for t in range(T + 1):
         for name, field in row.items():

@@ -114,6 +114,21 @@ def test_no_module_imports_itself_through_others():
             del graph[name]
 
 
+@pytest.mark.parametrize(
+    ("module", "most"), [("model", 20), ("learner", 35), ("monobeast", 50)]
+)
+def test_how_many_files_an_import_loads(module, most):
+    code = f"""
+import sys, torchbeast.{module}
+found = [getattr(x, "__file__", None) for x in list(sys.modules.values())]
+print(*sorted(x for x in found if x and x.startswith(sys.argv[1]) and open(x).read()))
+"""
+    words = [sys.executable, "-c", code, str(ROOT)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    files = done.stdout.split()
+    assert len(files) <= most, files
+
+
 def test_environment_machines_load_no_torch():
     code = "import sys, torchbeast.polybeast.env; print('torch' in sys.modules)"
     done = subprocess.run(

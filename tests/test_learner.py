@@ -10,8 +10,9 @@ from gymnasium import spaces
 
 import torchbeast.learner
 from torchbeast import monobeast
-from torchbeast.core import rollout, vtrace
+from torchbeast.core import vtrace
 from torchbeast.core.acting import act_step
+from torchbeast.core.buffers import create_buffers
 from torchbeast.learner import Learner, impala_loss, learn, model_loss
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.runs import checkpoint, flagset
@@ -32,7 +33,7 @@ def make_learner(*argv: str) -> Learner:
 def make_batch(learner: Learner) -> tuple[dict, tuple]:
     """Rollouts [T + 1, B, ...] off policy, and the state before row 0."""
     rng = np.random.default_rng(1)
-    batch = rollout.create_buffers(learner.row_spec, (T + 1, B))
+    batch = create_buffers(learner.row_spec, (T + 1, B))
     for name, low, high in (("observation", -1, 1), ("reward", -2, 2)):
         batch[name].copy_(torch.tensor(rng.uniform(low, high, batch[name].shape)))
     for name in ("action", "last_action"):

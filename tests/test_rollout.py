@@ -13,7 +13,13 @@ from torchbeast.base.errors import UserError
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.acting import row_spec
-from torchbeast.core.rollout import SharedMemoryError, Spec
+from torchbeast.core.buffers import (
+    PAGESIZE,
+    SHARED_MEMORY,
+    SharedMemoryError,
+    create_buffers,
+)
+from torchbeast.core.rollout import Spec
 from torchbeast.envs import extra_fields
 from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.model import Net
@@ -190,7 +196,7 @@ def test_observations_of_every_dtype_go_through_buffers(dtype):
     """The path of an observation: NumPy, a slot's row, a batch, float32."""
     high = 1 if dtype == "bool" else 100
     space = spaces.Box(0, high, (2,), np.dtype(dtype).type)
-    buffer = rollout.create_buffers(rollout.observation_spec(space), (SLOTS, T + 1))
+    buffer = create_buffers(rollout.observation_spec(space), (SLOTS, T + 1))
     slots = torch.tensor([3, 1])
     x = np.array([[1, 0], [high, 1]], dtype)
     buffer[slots, 2] = torch.from_numpy(x).to(buffer.dtype)
@@ -227,7 +233,7 @@ def test_map_nested_refuses_another_structure(other):
 
 def make_buffers():
     spec = row_spec(make_net(OBSERVATION_SPACE, spaces.Discrete(A)))
-    return rollout.create_buffers(spec, (SLOTS, T + 1))
+    return create_buffers(spec, (SLOTS, T + 1))
 
 
 def test_buffers_have_slots_and_rows_and_are_zero():
@@ -264,13 +270,11 @@ def test_another_process_sees_what_is_written():
     assert buffers["done"].nonzero().tolist() == [[2, T]]
 
 
-@pytest.mark.skipif(
-    not os.path.isdir(rollout.SHARED_MEMORY), reason="no such file system here"
-)
+@pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason="no such file system here")
 class TestSharedMemoryFileSystem:
     def test_no_file_is_left_in_it(self):
         def own_files():
-            return [x for x in os.listdir(rollout.SHARED_MEMORY) if mine in x]
+            return [x for x in os.listdir(SHARED_MEMORY) if mine in x]
 
         mine = f"_{os.getpid()}_"
         before = own_files()
@@ -279,11 +283,11 @@ class TestSharedMemoryFileSystem:
         assert buffers["reward"].is_shared()
 
     def test_too_much_is_refused_before_it_is_taken(self):
-        free = shutil.disk_usage(rollout.SHARED_MEMORY).free
+        free = shutil.disk_usage(SHARED_MEMORY).free
         spec = {"a": Spec((3,), torch.float32), "b": Spec((2,), torch.uint8)}
-        slots = (2 * free // 14 // rollout.PAGESIZE + 1) * rollout.PAGESIZE
+        slots = (2 * free // 14 // PAGESIZE + 1) * PAGESIZE
         with pytest.raises(SharedMemoryError) as error:
-            rollout.create_buffers(spec, (slots,))
+            create_buffers(spec, (slots,))
         message = str(error.value)
         assert f"need {slots * 14 / 2**20:,.1f} MiB" in message
         for word in ("MiB free", "--shm-size", "--num_buffers"):
@@ -291,14 +295,14 @@ class TestSharedMemoryFileSystem:
 
     def test_every_tensor_takes_whole_pages(self, monkeypatch):
         byte = Spec((), torch.uint8)
-        more_than_a_page = Spec((rollout.PAGESIZE + 1,), torch.int8)
+        more_than_a_page = Spec((PAGESIZE + 1,), torch.int8)
         spec = (byte, {"x": byte}, more_than_a_page)
-        free = SimpleNamespace(free=4 * rollout.PAGESIZE)
+        free = SimpleNamespace(free=4 * PAGESIZE)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-        rollout.create_buffers(spec, (1,))
+        create_buffers(spec, (1,))
         free.free -= 1
         with pytest.raises(SharedMemoryError, match="/dev/shm has"):
-            rollout.create_buffers(spec, (1,))
+            create_buffers(spec, (1,))
 
 
 # --- Episodes ---
@@ -317,18 +321,11 @@ def make_ends():
     }
 
 
-def test_row_0_ends_nothing():
-    """Row 0 is the last row of the previous rollout, or the first row of the run."""
-    batch = make_ends()
-    batch["done"][0] = batch["game_over"][0] = True
-    ends = rollout.episode_ends(batch)
-    assert list(ends.values()) == [[], [], [], []]
-
-
 def test_ends_of_episodes_and_games():
     batch = make_ends()
-    for t, b in ((0, 1), (1, 2), (3, 0), (T, 1)):
+    for t, b in ((0, 1), (1, 2), (3, 0), (T, 1)):  # row 0 was counted as a row T
         batch["done"][t, b] = True
+    batch["game_over"][0] = True
     batch["game_over"][3, 0] = True  # the others lost a life only
     assert rollout.episode_ends(batch) == {
         "episode_return": [5.5, 9.5, 16.5],
@@ -336,18 +333,3 @@ def test_ends_of_episodes_and_games():
         "game_return": [109.5],
         "game_step": [109],
     }
-
-
-def test_consecutive_rollouts_count_every_end_once():
-    stream = {
-        name: x.repeat(5, *[1] * (x.dim() - 1))[: 4 * T + 1]
-        for name, x in make_ends().items()
-    }
-    ended = torch.rand(4 * T + 1, B) < 0.3
-    ended[0] = True
-    stream["done"] = stream["game_over"] = ended
-    counted = 0
-    for first in range(0, 4 * T, T):
-        batch = {name: x[first : first + T + 1] for name, x in stream.items()}
-        counted += len(rollout.episode_ends(batch)["game_step"])
-    assert counted == ended[1:].sum()

@@ -46,6 +46,7 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
+from torchbeast.core.buffers import create_buffers
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import Flags
@@ -206,8 +207,8 @@ def make_buffers(flags: Flags, learner: Learner) -> dict[str, Nested]:
     ]
     N, T = flags.num_buffers, flags.unroll_length
     return {
-        "rows": rollout.create_buffers(learner.row_spec, (N, T + 1)),
-        "initial_state": rollout.create_buffers(tuple(states), (N,)),
+        "rows": create_buffers(learner.row_spec, (N, T + 1)),
+        "initial_state": create_buffers(tuple(states), (N,)),
     }
 
 

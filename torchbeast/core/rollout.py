@@ -1,4 +1,4 @@
-"""Rollouts: the fields of a row, and the shared memory for them.
+"""Rollouts: the fields of a row, and batches of them.
 
 A rollout of one environment has T + 1 rows, where T is the unroll length. Row 0 is the
 last row of the previous rollout. A row joins the output of the environment with the
@@ -16,11 +16,7 @@ episode's real last observation; else it is 0.
 
 import dataclasses
 import functools
-import math
-import os
-import shutil
 from collections.abc import Iterator
-from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
@@ -28,14 +24,10 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.base import devices
-from torchbeast.base.errors import UserError
-from torchbeast.base.hardware import free_memory
-from torchbeast.base.nested import Nested, flatten, map_nested
+from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, final_name
 from torchbeast.envs.values import FrameStack, agent_is_present, parts_of
-
-SHARED_MEMORY = "/dev/shm"  # on Linux
 
 # Models compute in float32, and torch can't index with wide unsigned integers.
 STORED_AS = {
@@ -135,55 +127,6 @@ def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
             ended = ended.reshape(*ended.shape, *[1] * (final.dim() - ended.dim()))
             shown[name] = torch.where(ended, final, row[name])
     return shown
-
-
-class SharedMemoryError(UserError, RuntimeError):
-    """The machine's shared memory can't hold the buffers."""
-
-
-def create_buffers(
-    spec: Nested,
-    leading: tuple[int, ...],
-    what: str = "the rollout buffers",
-    lower: str = (
-        "lower --num_buffers, --unroll_length, --num_actors or --envs_per_actor"
-    ),
-) -> Nested:
-    """Makes zeroed tensors [*leading, *shape] in shared memory, nested as the spec is.
-
-    Their files are unlinked at once, so nothing stays behind however the processes end.
-    All pages are allocated now: if memory ran out later, SIGBUS would kill a process.
-
-    Args:
-      what: name of the tensors in messages.
-      lower: advice for using less memory, in messages.
-
-    Raises:
-      SharedMemoryError: less shared memory, or memory, is free than the buffers need.
-    """
-    # Each tensor is one file, made of whole pages.
-    sizes = [math.prod((*leading, *s.shape, s.dtype.itemsize)) for s in flatten(spec)]
-    needed = sum(math.ceil(size / PAGESIZE) * PAGESIZE for size in sizes)
-    places = [(free_memory(), "this process")]
-    if os.path.isdir(SHARED_MEMORY):
-        places.append((shutil.disk_usage(SHARED_MEMORY).free, SHARED_MEMORY))
-    free, place = min(places)
-    if needed > free:
-        raise SharedMemoryError(
-            f"{what} need {needed / 2**20:,.1f} MiB, but {place} has "
-            f"{free / 2**20:,.1f} MiB free (in Docker see --shm-size): {lower}"
-        )
-
-    def create(s: Spec) -> torch.Tensor:
-        return torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_()
-
-    return map_nested(create, spec)
-
-
-def step_counters(count: int) -> torch.Tensor:
-    """[count] int64 zeros in shared memory, for StepWatch."""
-    spec = Spec((), torch.int64)
-    return create_buffers(spec, (count,), "step counters", "free some")
 
 
 def valid_steps(batch: dict[str, Nested]) -> torch.Tensor:

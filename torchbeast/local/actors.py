@@ -18,7 +18,7 @@ from numpy.random import mtrand
 from torchbeast.base import ranks
 from torchbeast.base.nested import Nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.core import rollout
+from torchbeast.core.buffers import step_counters
 from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
@@ -178,7 +178,7 @@ class Actors:
         self.weights, self._arguments = weights, (actor_class, env_spec, buffers)
         self.idle = list(range(flags.num_actors))
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
-        self.steps = rollout.step_counters(flags.num_actors)
+        self.steps = step_counters(flags.num_actors)
         self.watch = children.StepWatch(flags.actor_timeout)
         self._group = children.Children(actor_context(), STOP_SECONDS)
         try:

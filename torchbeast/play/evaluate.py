@@ -31,7 +31,7 @@ from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.base.seldom import Seldom
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
-from torchbeast.core.rollout import step_counters
+from torchbeast.core.buffers import step_counters
 from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals

@@ -1,0 +1,64 @@
+"""Tensors in shared memory, for rollouts, weights and counters."""
+
+import math
+import os
+import shutil
+from mmap import PAGESIZE
+
+import torch
+
+from torchbeast.base.errors import UserError
+from torchbeast.base.hardware import free_memory
+from torchbeast.base.nested import Nested, flatten, map_nested
+from torchbeast.core.rollout import Spec
+
+SHARED_MEMORY = "/dev/shm"  # on Linux
+
+
+class SharedMemoryError(UserError, RuntimeError):
+    """The machine's shared memory can't hold the buffers."""
+
+
+def create_buffers(
+    spec: Nested,
+    leading: tuple[int, ...],
+    what: str = "the rollout buffers",
+    lower: str = (
+        "lower --num_buffers, --unroll_length, --num_actors or --envs_per_actor"
+    ),
+) -> Nested:
+    """Makes zeroed tensors [*leading, *shape] in shared memory, nested as the spec is.
+
+    Their files are unlinked at once, so nothing stays behind however the processes end.
+    All pages are allocated now: if memory ran out later, SIGBUS would kill a process.
+
+    Args:
+      what: name of the tensors in messages.
+      lower: advice for using less memory, in messages.
+
+    Raises:
+      SharedMemoryError: less shared memory, or memory, is free than the buffers need.
+    """
+    # Each tensor is one file, made of whole pages.
+    sizes = [math.prod((*leading, *s.shape, s.dtype.itemsize)) for s in flatten(spec)]
+    needed = sum(math.ceil(size / PAGESIZE) * PAGESIZE for size in sizes)
+    places = [(free_memory(), "this process")]
+    if os.path.isdir(SHARED_MEMORY):
+        places.append((shutil.disk_usage(SHARED_MEMORY).free, SHARED_MEMORY))
+    free, place = min(places)
+    if needed > free:
+        raise SharedMemoryError(
+            f"{what} need {needed / 2**20:,.1f} MiB, but {place} has "
+            f"{free / 2**20:,.1f} MiB free (in Docker see --shm-size): {lower}"
+        )
+
+    def create(s: Spec) -> torch.Tensor:
+        return torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_()
+
+    return map_nested(create, spec)
+
+
+def step_counters(count: int) -> torch.Tensor:
+    """[count] int64 zeros in shared memory, for StepWatch."""
+    spec = Spec((), torch.int64)
+    return create_buffers(spec, (count,), "step counters", "free some")
