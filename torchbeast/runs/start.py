@@ -21,11 +21,7 @@ from torchbeast.base.seeds import derive_seed
 from torchbeast.flags import Flags
 from torchbeast.procs import processes
 from torchbeast.runs import flagset, trust
-from torchbeast.runs.files import (
-    RunFolder,
-    read_meta,
-    read_rows,
-)
+from torchbeast.runs.files import RunFolder, read_meta, read_rows
 
 log = logging.getLogger(__name__)
 
