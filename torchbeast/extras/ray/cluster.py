@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from ray import exceptions
 
 from torchbeast.base.errors import UserError
 from torchbeast.flags import Flags
-from torchbeast.polybeast import env_connection
 from torchbeast.procs import children, processes
 
 LONGEST_TMPDIR = 35  # bytes: Ray adds 69, and a socket's path may have 107
@@ -46,11 +46,8 @@ def start_caller(
       main: called there as main(flags, *args, pipe), with a cluster. What it raises
         is sent to the learner.
 
-    Returns:
-      the process, and its first message.
-
-    Raises:
-      UserError: no cluster is at flags.ray_address, or what `main` raised.
+    Returns the process, and its first message. Raises UserError if no cluster is at
+    flags.ray_address, or what `main` raised.
     """
     child = group.start("the process that calls Ray", _call_ray, main, flags, *args)
     try:
@@ -91,7 +88,8 @@ def connect(address: str | None) -> None:
         if address and "/" not in address:
             with contextlib.suppress(ValueError):  # "auto" is not HOST:PORT
                 # Ray would wait for minutes if nothing listens there.
-                env_connection.connect(address).close()
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), 5).close()
         try:
             init()
         except Exception:
@@ -108,18 +106,14 @@ def connect(address: str | None) -> None:
 def start_actors(
     kind: type, arguments: Sequence[tuple], limit: str, seconds: float
 ) -> tuple[list[Any], str]:
-    """Starts Ray actors, one per tuple of arguments. Each needs a CPU.
+    """Starts Ray actors of a class, one per tuple of arguments. Each needs a CPU.
 
     Args:
-      kind: their class.
       limit: the flag with the time limit until the cluster has as many CPUs.
       seconds: its value. When the CPUs are there, START_SECONDS is the least limit.
 
-    Returns:
-      the actors; where they run, in words.
-
-    Raises:
-      UserError: the cluster has no room for them, or one can't start.
+    Returns the actors, and where they run, in words. Raises UserError if the cluster
+    has no room for them, or one can't start.
     """
     began, needed = time.monotonic(), len(arguments)
     # Ray starts a dead one again, on any machine with room, and repeats its call.

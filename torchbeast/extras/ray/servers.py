@@ -51,10 +51,8 @@ class EnvServer:
     def run(self) -> None:
         """Steps environments for the learner, until this actor is killed.
 
-        If one raises, the learner gets the error, and then new environments.
-
-        Raises:
-          ServerError: they can't be made, or the learner refuses them.
+        If one raises, the learner gets the error, and then new environments. Raises
+        ServerError if they can't be made, or if the learner refuses them.
         """
         start.configure_logging()  # Ray prints it where the learner runs
         try:
@@ -83,12 +81,9 @@ def memory_file(name: str, content: bytes) -> str:
 def ray_servers(flags: Flags) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Runs the environment servers of a run, one per stream, until the block ends.
 
-    Yields:
-      the address at which the learner has to listen; a function that raises UserError
-      if a server can't make environments or can't join.
-
-    Raises:
-      UserError: no cluster is at flags.ray_address, or it has no room for them.
+    Yields the address at which the learner has to listen, and a function that raises
+    UserError if a server can't make environments or can't join. Raises UserError if no
+    cluster is at flags.ray_address, or it has no room for them.
     """
     security(flags)  # raises before Ray starts
     context = multiprocessing.get_context("forkserver")
