@@ -80,7 +80,7 @@ def environment() -> dict[str, str]:
     One thread, because threads that spin while they wait are slow on a busy machine,
     and one of torch.compile, which starts as many processes as there are cores.
     """
-    folders = "", "tests", "tests/extras"
+    folders = "", "tests", *(f"tests/{x}" for x in ("extras", "polybeast", "tools"))
     paths = [*(str(ROOT / x) for x in folders), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
     one = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -166,6 +166,13 @@ class Wrong(InInfo):
         return np.zeros(3, np.float32), self.info
 
 
+def test_the_mask_is_that_of_the_info():
+    env = MaskFromInfo(Wrong(info={"action_mask": [True, 0, 2.5, 0, 0]}))
+    observation, _ = env.reset()
+    assert observation["action_mask"].tolist() == [1, 0, 1, 0, 0]
+    assert env.observation_space.contains(observation)
+
+
 @pytest.mark.parametrize(
     ("env", "match"),
     [
