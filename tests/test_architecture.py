@@ -24,7 +24,7 @@ LATE = {
     ("learner", "extras.explorer.method"),  # --explorer
     ("learner", "extras.replay.mixer"),  # --replay_ratio
     ("model", "extras.explorer.method"),
-    ("monobeast", "extras.ray"),  # --launcher ray
+    ("local.layout", "extras.ray"),  # --launcher ray
     ("play.evaluate", "extras.video"),  # --video
     ("runs.start", "extras.order"),
 }

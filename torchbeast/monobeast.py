@@ -6,9 +6,9 @@
     of E slots of shared memory              they gather a batch, free its slots, learn,
     load the newest weights             <-   and publish the weights
 
-A slot holds one rollout. Read this file top to bottom: Actor, get_batch,
-LearnerThreads, the two loops at_once and in_rounds, train, flags, main. One update is
-in learner.py, the model in model.py, the fields of a row in core/rollout.py.
+A slot holds one rollout. Read this file top to bottom: Actor, get_batch, the two loops
+at_once and in_rounds, train, main. One update is in learner.py, the model in model.py,
+the fields of a row in core/rollout.py; processes and threads are in local/.
 
     python -m torchbeast.monobeast --env PongNoFrameskip-v4
     python -m torchbeast.monobeast --mode test --xpid NAME
@@ -26,11 +26,8 @@ if __name__ == "__main__":
     sys.exit(monobeast.main())
 
 import collections
-import contextlib
 import functools
 import logging
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +36,6 @@ import torch
 
 from torchbeast import flags as declared_flags
 from torchbeast.base import devices, parts, ranks
-from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import Nested, map_nested
@@ -51,8 +47,10 @@ from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
-from torchbeast.local.actors import Actors, actor_context
+from torchbeast.local.actors import actor_context
 from torchbeast.local.env_spec import find_env_spec
+from torchbeast.local.layout import actors_class, resolve_layout
+from torchbeast.local.learner_threads import LearnerThreads
 from torchbeast.model import CHOICES, make_model
 from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import Typed, parse, resolve
@@ -225,47 +223,6 @@ def get_batch(
     return batch, map_nested(gather, buffers["initial_state"])
 
 
-class LearnerThreads:
-    """Threads that call work(slots, wait_for_turn) for each batch of slots.
-
-    wait_for_turn returns when `work` has returned for all earlier batches.
-    """
-
-    def __init__(self, run: Run, count: int, work: Callable[..., None]) -> None:
-        self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._last = threading.Event()  # whether the newest batch is learned from
-        self._last.set()
-        self._run, self._work, self._count = run, work, count
-        run.on_stop(self._stop)
-        for i in range(count):
-            run.start_thread(f"learner-{i}", self._loop)
-
-    def put(self, slots: list[int]) -> None:
-        if not self._count:  # --serial: in this thread
-            self._work(slots, lambda: None)
-            return self._run.finish_updates()
-        before, self._last = self._last, threading.Event()
-        return self.waiting.put((slots, before, self._last))
-
-    def _loop(self) -> None:
-        while (batch := self.waiting.get()) is not None:
-            slots, before, learned = batch
-            try:
-                self._work(slots, before.wait)
-            finally:
-                learned.set()
-            if learned is self._last:  # nothing waits
-                self._run.finish_updates()
-
-    def _stop(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:  # drop waiting batches; nobody waits for their turn
-                if batch := self.waiting.get_nowait():
-                    batch[-1].set()
-        for _ in range(self._count):
-            self.waiting.put(None)
-
-
 def at_once(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
     """Actors act while the learner learns: a batch has the slots that are filled first.
 
@@ -403,54 +360,6 @@ def make_parser() -> FlagParser:
     own = declared_flags.MonoBeast
     groups = (*declared_flags.TRAINING, own, *parts.groups())
     return FlagParser("MonoBeast: IMPALA on one machine.", groups, CHOICES)
-
-
-def actors_class(flags: Flags) -> Any:
-    """Actors; SerialActors with --serial; with --launcher ray those of extras/ray."""
-    if flags.serial:
-        from torchbeast.local.serial import SerialActors
-
-        return SerialActors
-    if getattr(flags, "launcher", "processes") == "processes":
-        return Actors
-    from torchbeast.extras import ray  # optional
-
-    return ray.actors_class(flags)
-
-
-def resolve_layout(flags: Flags) -> Flags:
-    """Fills in the layout flags that depend on each other, and checks them.
-
-    Raises:
-      FlagError: actors and learner could wait for each other forever, an actor would
-        have no slots, or --sync or --launcher does not allow these flags.
-    """
-    if flags.serial:
-        flags.num_actors = 1
-    A, B = flags.num_actors, flags.batch_size
-    if flags.envs_per_actor is None:
-        flags.envs_per_actor = 8
-        if (N := flags.num_buffers) is not None:  # as many as these slots allow
-            most = N // A if flags.sync else min(8, N // A, B, N - B + 1)
-            flags.envs_per_actor = max(1, most)
-    E = flags.envs_per_actor
-    if flags.num_buffers is None:
-        flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
-    # B - 1 rollouts may wait for a batch while each actor waits for E free slots.
-    least = max(A * E, E + B - 1)
-    if flags.num_buffers < least and not flags.sync:
-        raise FlagError(
-            f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
-            f"environments each and a batch of {B} rollouts need at least {least}"
-        )
-    actors_class(flags)  # raises if --launcher can't be used
-    if flags.sync and (A * E % B or flags.num_buffers != A * E):
-        raise FlagError(
-            f"--sync learns from all {A * E} environments in turn (--num_actors {A} "
-            f"times --envs_per_actor {E}): --batch_size must divide this number, got "
-            f"{B}, and --num_buffers must equal it, got {flags.num_buffers}"
-        )
-    return flags
 
 
 def make_flags(argv: Sequence[str] = ()) -> Flags:
