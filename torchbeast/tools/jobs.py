@@ -84,20 +84,16 @@ class Job(NamedTuple):
 
     def tail(self) -> str:
         """The last lines of the run's output."""
-        try:
+        text = ""
+        with contextlib.suppress(FileNotFoundError):
             text = self.console.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return "(no output)"
         return "\n".join(text.splitlines()[-TAIL:])
 
 
 def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
-    """The cores of each job; empty lists if processes are not to be limited to cores.
+    """The cores of each job; empty lists if the jobs share all cores.
 
-    If there are not as many cores, it logs a warning, and the jobs share all cores.
-
-    Args:
-      cores_per_job: None divides the cores of this process.
+    They share if there are fewer. cores_per_job None: divides those of this process.
     """
     num_cpus = hardware.num_cpus()
     each = cores_per_job or max(1, num_cpus // num_jobs)
@@ -108,11 +104,11 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
             *(num_jobs, each, num_jobs * each, num_cpus),
         )
         return [[]] * num_jobs
-    if not hasattr(os, "sched_getaffinity"):
+    # macOS has no affinity. With a container's quota others use the same cores.
+    affinity = getattr(os, "sched_getaffinity", lambda _: ())
+    cores = sorted(affinity(0))
+    if not cores or (len(cores) > num_cpus and cores_per_job is None):
         return [[]] * num_jobs
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > num_cpus and cores_per_job is None:
-        return [[]] * num_jobs  # a container's quota: others use the same cores
     return [cores[i * each : (i + 1) * each] for i in range(num_jobs)]
 
 

@@ -21,7 +21,7 @@ from optuna.distributions import (
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL
 
-from torchbeast.base.errors import FileError, FlagError, using
+from torchbeast.base.errors import FlagError, using
 from torchbeast.tools.jobs import STOPPED, Job, OtherRunError
 from torchbeast.tools.saved_runs import read_run
 
@@ -116,17 +116,9 @@ class Search:
         # The runs of each trial in progress, with their exit statuses.
         self._open: dict[int, dict[Job, int | None]] = {}
 
-    @contextlib.contextmanager
-    def _storage(self) -> Iterator[None]:
-        """Says what to do about the errors of Optuna's file."""
-        try:
-            with using(self.path, "can't be used"):
-                yield
-        except FileError as error:
-            raise FileError(
-                f"{error}. End other programs that use it; if it is damaged, start a "
-                "new search with another --name"
-            ) from error
+    def _storage(self) -> contextlib.AbstractContextManager[None]:
+        """Names Optuna's file in its errors."""
+        return using(self.path, "can't be used")
 
     def _tell(self, trial: int, value: float | None = None) -> FrozenTrial:
         """Ends a trial; without a value it has failed."""

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -35,8 +34,7 @@ class TrialError(UserError, RuntimeError):
 
 # --- Figures from /proc ---------------------------------------------------------------
 
-# A process or a thread may have ended meanwhile.
-if_it_is_there = contextlib.suppress(FileNotFoundError, ProcessLookupError)
+has_ended = contextlib.suppress(FileNotFoundError, ProcessLookupError)
 
 
 def read_stat(file: Path) -> tuple[int, float]:
@@ -50,7 +48,7 @@ def process_tree(root: int) -> dict[int, float]:
     """CPU seconds of a process and all its descendants, by process id."""
     stats = {}
     for path in Path("/proc").glob("[0-9]*"):
-        with if_it_is_there:
+        with has_ended:
             stats[int(path.name)] = read_stat(path / "stat")
     tree, size = {root}, 0
     while len(tree) > size:
@@ -67,13 +65,13 @@ def machine_busy() -> float:
     return busy / os.sysconf("SC_CLK_TCK")
 
 
-def threads(pid: int) -> Counter[tuple[str, int]]:
+def threads(pid: int) -> dict[tuple[str, int], float]:
     """CPU seconds of a process's threads, by name and thread id."""
-    found: Counter = Counter()
+    found = {}
     for path in Path(f"/proc/{pid}/task").glob("[0-9]*"):
-        with if_it_is_there:
+        with has_ended:
             name = (path / "comm").read_text().strip()
-            found[name, int(path.name)] = read_stat(path / "stat")[1]  # type: ignore
+            found[name, int(path.name)] = read_stat(path / "stat")[1]
     return found
 
 
@@ -197,7 +195,7 @@ class Trial:
                 raise self.fail(f"made only {len(ticks)} updates in {wall:.0f} s")
         busy = machine_busy() - busy
         used = {k: x - tree.get(k, 0.0) for k, x in process_tree(pid).items()}
-        by_thread = [(k[0], x - own[k]) for k, x in threads(pid).items()]
+        by_thread = [(k[0], x - own.get(k, 0.0)) for k, x in threads(pid).items()]
         learner = [x for x in by_thread if "learner-" in x[0]]
         cores = {
             "environments": sum(used.values()) - used[pid],
