@@ -16,9 +16,7 @@ pytestmark = [
 MONOBEAST, POLYBEAST = "torchbeast.monobeast", "torchbeast.polybeast"
 KINDS = {
     "plain": {},
-    "lstm": {"use_lstm": True},
-    "bf16": {"precision": "bf16"},
-    "threads": {"num_learner_threads": 2},
+    "lstm": {"use_lstm": True, "precision": "bf16", "num_learner_threads": 2},
     "adam": {
         **{"optimizer": "adam", "clip_ratio": 0.2, "normalize_advantages": True},
         **{"updates_per_batch": 2, "minibatches": 2},

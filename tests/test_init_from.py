@@ -6,9 +6,6 @@ import pytest
 import runs
 import torch
 
-from torchbeast.base.errors import UserError
-from torchbeast.runs import checkpoint
-
 FIRST = {**runs.SMALL, "batch_size": 3}
 # Too small to change the weights by more than their rounding.
 ONE_UPDATE = {**FIRST, "seed": 4, "total_steps": 15, "learning_rate": 1e-12}
@@ -76,11 +73,6 @@ def test_a_file_in_the_folder_of_the_new_run_stays(first, tmp_path):
     shutil.copy(first / "model.tar", file)
     runs.run(tmp_path, "a", **ONE_UPDATE, init_from=file)
     assert file.read_bytes() == (first / "model.tar").read_bytes()
-
-
-def test_a_name_that_is_too_long(tmp_path):
-    with pytest.raises(UserError, match=r"--init_from xx.*File name too long"):
-        checkpoint.take_over("x" * 300, str(tmp_path), torch.nn.Linear(1, 1))
 
 
 def test_what_can_not_be_used(first, tmp_path):

@@ -16,7 +16,6 @@ from nets import (
     make_net,
     make_rows,
     random_state,
-    small_net,
 )
 from torch import nn
 
@@ -281,25 +280,6 @@ def test_bf16_does_not_round_vectors(acting):
     assert_same(outputs_near, expected_near, rtol=0, atol=0)
     for name, x in outputs.items():
         assert not torch.equal(x, outputs_near[name])
-
-
-def test_bf16_changes_nothing_without_images():
-    net = make_net(VECTOR, ACTION_SPACES["discrete"])
-    rows = make_rows(VECTOR, ACTION_SPACES["discrete"])
-    expected = net(rows)[0]
-    net.bf16 = True
-    assert_same(net(rows)[0], expected, rtol=0, atol=0)
-    net.encoders_to(torch.bfloat16)
-    assert_same(net(rows)[0], expected, rtol=0, atol=0)
-
-
-def test_bf16_learns_in_fp32():
-    net = small_net(use_lstm=True, precision="bf16")
-    outputs, _ = net(make_rows(MINATAR, ACTION_SPACES["discrete"]), random_state(net))
-    (outputs["policy_logits"].sum() + outputs["baseline"].sum()).backward()
-    for name, parameter in net.named_parameters():
-        assert parameter.dtype == parameter.grad.dtype == torch.float32
-        assert parameter.grad.any(), name
 
 
 @pytest.mark.parametrize(

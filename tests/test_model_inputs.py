@@ -4,7 +4,6 @@ import torch
 from gymnasium import spaces
 from nets import (
     ACTION_SPACES,
-    OBSERVATION_SPACES,
     VECTOR,
     A,
     B,
@@ -87,16 +86,6 @@ def test_large_images_have_no_more_weights_than_screens_of_atari(shape, torso):
         return sum(x.numel() for x in net.parameters())
 
     assert count(shape) < 6 * count((210, 160, 3))
-
-
-def test_as_many_channels_as_pixels_are_taken_as_last():
-    """MinAtar's Seaquest: 10 x 10 pixels of 10 channels."""
-    net = make_net(
-        OBSERVATION_SPACES["minatar_ten_channels"], ACTION_SPACES["discrete"]
-    )
-    image = torch.rand(1, 10, 10, 10)
-    expected = net.images[0].torso(image.permute(0, 3, 1, 2))
-    torch.testing.assert_close(net.images[0](image), expected)
 
 
 def test_images_are_scaled_to_one():
