@@ -42,12 +42,12 @@ def test_the_cause_of_a_loss_that_is_not_finite():
     assert "The cause is the update" in find_cause(batch, False)
     batch["reward"][2, 1] = float("nan")
     batch["reward"][3, 1] = float("inf")
-    assert "the reward is nan in 2 of 18 steps" in find_cause(batch, False)
+    assert "the reward is nan" in find_cause(batch, False)
     assert "observation" not in find_cause(batch, False)
     batch = make_batch()
     batch["observation"]["vector"][0][1, 2, :] = -float("inf")
     cause = find_cause(batch, False)
-    assert "the observation['vector'][0] is -inf in 1 of 18 steps" in cause
+    assert "the observation['vector'][0] is -inf" in cause
     assert "reward" not in cause
 
 
@@ -57,13 +57,13 @@ def test_a_field_of_info_can_be_the_cause(monkeypatch):
     batch["goal"] = torch.zeros(6, 3, 2)
     assert "The cause is the update" in find_cause(batch, False)
     batch["goal"][1, 2, 0] = math.nan
-    assert "the goal is nan in 1 of 18 steps" in find_cause(batch, False)
+    assert "the goal is nan" in find_cause(batch, False)
 
 
 def test_values_that_are_too_large():
     batch = make_batch()
     batch["reward"][2, 1] = 1e38
-    assert "the reward reaches 1e+38" in find_cause(batch, False)
+    assert "the reward is 1e+38" in find_cause(batch, False)
     assert "The cause is the update" in find_cause(batch, reward_is_clipped=True)
     batch["observation"]["vector"][0][1, 2, 1] = -1e30
-    assert "vector'][0] reaches 1e+30" in find_cause(batch, True)
+    assert "vector'][0] is -1e+30" in find_cause(batch, True)

@@ -227,7 +227,8 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError if it does not fit."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
-        if (old := state["flags"]["optimizer"]) != self.flags.optimizer:
+        old = state["flags"].get("optimizer", "rmsprop")
+        if old != self.flags.optimizer:
             raise CheckpointError(f"the checkpoint needs --optimizer {old}")
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
@@ -259,8 +260,8 @@ def model_loss(
     """Runs the model over a batch, and adds up the losses.
 
     Returns:
-      The total loss, a scalar; sums over the batch by name: losses [] or [K], and the
-      number of steps that count; columns, see impala_loss.
+      The total loss; sums over the batch by name, losses [] or [K] and the number of
+      steps that count; columns, see impala_loss.
     """
     model, flags = learner.model, learner.flags
     outputs, _ = model(batch, state)
@@ -295,10 +296,9 @@ def update(
     """One step of the optimizer.
 
     Returns:
-      A function that waits for a GPU, and returns columns about the loss and the
-      gradient. It raises FloatingPointError if they or the new weights are not finite.
-      On the CPU `update` itself raises: for the loss and the gradient, before it
-      changes the model.
+      A function that waits for a GPU, and returns columns. It raises FloatingPointError
+      if the loss, the gradient or the new weights are not finite; on the CPU `update`
+      itself does, for loss and gradient before it changes the model.
     """
     flags, model, step = learner.flags, learner.model, learner.step
     progress: Any = learner.progress
@@ -339,14 +339,11 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     initial_state: tensors [layers, B, ...], the recurrent state before row 0.
 
     The batch is used for flags.updates_per_batch updates, each from one of
-    flags.minibatches parts of it. V-trace corrects for the change of the policy since
-    the first. The columns about the loss are those of the last update.
+    flags.minibatches parts of it. The columns about the loss are of the last one.
 
     A replay adds columns to the batch. Until it has enough, the batch is only stored.
 
-    Raises, with a GPU in the finish() of what it returns:
-      FloatingPointError: the loss, the gradient or the new weights are not finite. On
-        the CPU the model is unchanged, unless it is the weights.
+    Raises FloatingPointError as `update` does, with a GPU in finish().
     """
     flags, mixer, model = learner.flags, learner.mixer, learner.model
     known: dict[str, Any] = {"learning_rate": learner.scheduler.get_last_lr()[0]}
