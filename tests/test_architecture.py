@@ -23,19 +23,11 @@ LATE = {
     ("base.ranks", "extras.ranks.several"),  # torchrun
     ("learner", "extras.explorer.method"),  # --explorer
     ("learner", "extras.replay.mixer"),  # --replay_ratio
+    ("local.layout", "extras.ray"),  # --launcher ray
     ("model", "extras.explorer.method"),
     ("local.layout", "extras.ray"),  # --launcher ray
     ("play.evaluate", "extras.video"),  # --video
-    ("runs.start", "extras.order"),
-}
-# Those that the core still imports at its start.
-NOT_YET = {
-    ("monobeast", "extras.order"),
-    ("monobeast", "extras.evaluator"),
-    ("play.evaluate", "tools.agent"),
-    ("runs.run", "extras.code"),
-    ("runs.run", "extras.record"),
-    ("runs.run", "extras.replay.memory"),
+    ("runs.start", "extras.ranks.several"),
 }
 # What a MonoBeast forker reads.
 FORKED = """
@@ -87,7 +79,7 @@ def at_start(path):
 
 
 def test_the_core_imports_optional_parts_only_behind_their_flags():
-    found, late = set(), set()
+    early, late = set(), set()
     for path in filter(is_core, FILES):
         optional = {
             (name_of(path), x)
@@ -95,10 +87,10 @@ def test_the_core_imports_optional_parts_only_behind_their_flags():
             if x.split(".")[0] in OPTIONAL
         }
         first = {(name_of(path), x) for x in imports(path, at_start(path))}
-        found |= optional & first
+        early |= optional & first
         late |= optional - first
-    assert found <= NOT_YET
-    assert late <= LATE
+    assert not early
+    assert late == LATE
 
 
 def test_no_module_imports_itself_through_others():
