@@ -28,7 +28,15 @@ def test_a_quota_counts_for_a_sweep(monkeypatch, quota):
 def ends(kind, pipe):
     children.begin_child()
     with children.sending_errors(pipe, "it failed"):
-        pipe.send("begun")
+        # What an environment finds: the default, which may be set, and no "daemon".
+        free = multiprocessing.get_start_method(allow_none=True) is None
+        pipe.send("begun" if free else "a start method is set")
+        process = multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=[99]
+        )
+        process.start()
+        process.terminate()
+        process.join()
         if kind == "exits":
             os._exit(255)
         sys.exit(4)

@@ -7,6 +7,7 @@ nor NumPy.
 
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import signal
@@ -330,8 +331,16 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
         # Not SIG_IGN: programs that the environment starts would inherit it.
         handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
         signal.signal(number, handler)
-    os.register_at_fork(  # so multiprocessing's terminate() ends such processes
-        after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # multiprocessing's terminate() ends processes that the environment forks. SIGTERM
+    # is blocked until such a process has its own handler.
+    mask = functools.partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
+    os.register_at_fork(
+        before=lambda: mask(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
+        after_in_child=lambda: (
+            signal.signal(signal.SIGTERM, signal.SIG_DFL),
+            mask(signal.SIG_UNBLOCK),
+        ),
     )
     # A terminal may stop background groups that write to it (stty tostop).
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
