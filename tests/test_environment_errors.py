@@ -14,7 +14,9 @@ from small_envs import Counter, Echo, env_flags, here
 from torchbeast.base.errors import FlagError, MissingPackageError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
+from torchbeast.envs.seeded_games import check_same_spaces
 from torchbeast.envs.values import InvalidEnvironmentError, check_spaces
+from torchbeast.local.env_spec import spec_of
 
 # --- What can't be made ---------------------------------------------------------------
 
@@ -195,6 +197,15 @@ def test_instances_with_other_spaces():
     match = r"same spaces, .* action_space Discrete\(2\), another Discrete\(3\)"
     with pytest.raises(InvalidEnvironmentError, match=match):
         Environment(env_flags(here(Numbered)), 2)
+
+
+class Int32(Counter):
+    action_space = spaces.Discrete(3, dtype=np.int32)
+
+
+def test_what_a_plain_space_drops_is_no_difference():
+    env = Environment(env_flags(here(Int32)), 2)
+    check_same_spaces("x", spec_of(env), env)
 
 
 class Wider(Counter):

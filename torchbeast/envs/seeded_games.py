@@ -11,7 +11,7 @@ import numpy as np
 from torchbeast.envs import extra_fields
 from torchbeast.envs.extra_fields import GAME_OVER
 from torchbeast.envs.make_env import create_env, vector_maker
-from torchbeast.envs.values import InvalidEnvironmentError, read
+from torchbeast.envs.values import InvalidEnvironmentError, plain_space, read
 
 
 def game_seed(seed: int, index: int, game: int) -> int:
@@ -105,7 +105,7 @@ def make_games(
 def check_same_spaces(name: str, first: Any, other: Any) -> None:
     """Raises InvalidEnvironmentError if two instances of --env differ in a space."""
     for kind in "observation_space", "action_space":
-        one, two = getattr(first, kind), getattr(other, kind)
+        one, two = (plain_space(getattr(x, kind)) for x in (first, other))
         if one != two:
             raise InvalidEnvironmentError(
                 f"--env {name}: all instances need the same spaces, but one has the "
