@@ -11,7 +11,8 @@ output of the agent for it:
 
 If done[t], row t is the first of a new episode, and reward[t] and the returns belong to
 the last episode. If truncated[t], truncation_value[t] is the agent's value of that
-episode's real last observation; else it is 0.
+episode's real last observation; else it is 0. policy_version counts the updates of the
+weights that acted.
 """
 
 import dataclasses
