@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from torchbeast.runs.prof import Timings, format_shares
+from torchbeast.runs.status import Timings, format_shares
 
 
 def busy(seconds):

@@ -50,13 +50,13 @@ from torchbeast.learner import Learner, Update, learn
 from torchbeast.local.actors import actor_context
 from torchbeast.local.env_spec import find_env_spec
 from torchbeast.local.layout import actors_class, resolve_layout
-from torchbeast.local.learner_threads import LearnerThreads
 from torchbeast.model import CHOICES, make_model
+from torchbeast.procs.threads import LearnerThreads
 from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import Typed, parse, resolve
-from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
 from torchbeast.runs.start import Start, check_games_can_be_saved, run_script
+from torchbeast.runs.status import Timings, format_shares
 
 if TYPE_CHECKING:
     from torchbeast.envs.environment import Environment

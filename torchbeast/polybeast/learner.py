@@ -47,9 +47,9 @@ from torchbeast.polybeast.flags import Connection, PolyBeast
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.polybeast.security import choose_side
 from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
-from torchbeast.runs.prof import Timings
 from torchbeast.runs.run import Run
 from torchbeast.runs.start import Start, run_script
+from torchbeast.runs.status import Timings
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 

@@ -20,8 +20,8 @@ from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.security import ServerError
-from torchbeast.runs.prof import Timings, format_shares
 from torchbeast.runs.run import Run
+from torchbeast.runs.status import Timings, format_shares
 
 log = logging.getLogger(__name__)
 

@@ -33,9 +33,8 @@ from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
 from torchbeast.runs.files import FileWriter
 from torchbeast.runs.flagset import differences
-from torchbeast.runs.prof import Timings
 from torchbeast.runs.start import Start, announce
-from torchbeast.runs.status import Status, mean_return
+from torchbeast.runs.status import Status, Timings, mean_return
 
 log = logging.getLogger(__name__)
 

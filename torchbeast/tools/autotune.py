@@ -20,7 +20,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.flags import Flags
 from torchbeast.runs import flagset, start
-from torchbeast.runs.prof import format_shares
+from torchbeast.runs.status import format_shares
 from torchbeast.tools import variants
 from torchbeast.tools.trial import Measured, try_command
 
