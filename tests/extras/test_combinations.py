@@ -93,7 +93,8 @@ def test_train_resume_and_test(tmp_path, choice):
     runs.run(tmp_path, "a", module=module, **again)
     assert len(json.loads((tmp_path / "a" / "test.json").read_text())["returns"]) == 2
     if flags.get("record") and "num_servers" not in flags:
-        output = runs.run(tmp_path, "again", module=module, repeat="a")
+        words = runs.command(tmp_path, "again", "torchbeast.tools.repeat")
+        output = runs.run_words([*words[:3], "a", *words[3:]])
         assert "Equal to the recorded run" in output
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection, resource_tracker, util
 from typing import Any, NoReturn
 
@@ -68,10 +68,10 @@ def starting_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def how_it_ended(code: int) -> str:
+def how_it_ended(code: int, hints: Mapping[int, str] = HINTS) -> str:
     """Describes an exit code of multiprocessing in words."""
     names = {-x: f"by signal {x.name}" for x in signal.Signals}
-    return names.get(code, f"with exit status {code}") + HINTS.get(code, "")
+    return names.get(code, f"with exit status {code}") + hints.get(code, "")
 
 
 class Guardian:
@@ -125,6 +125,7 @@ class Child:
     """
 
     steps: Any = None
+    hints: Mapping[int, str] = HINTS  # what an exit code may mean
 
     def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
         self.who, self.process, self.pipe = who, process, pipe
@@ -157,7 +158,7 @@ class Child:
     def how_it_died(self) -> str:
         """Waits for the end of a dead process; "died" and how, in words."""
         self.process.join(1.0)
-        return f"died {how_it_ended(self.process.exitcode)}"
+        return f"died {how_it_ended(self.process.exitcode, self.hints)}"
 
 
 class Children(Guardian):

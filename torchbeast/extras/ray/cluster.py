@@ -50,12 +50,9 @@ def start_caller(
     flags.ray_address, or what `main` raised.
     """
     child = group.start("the process that calls Ray", _call_ray, main, flags, *args)
-    try:
-        while not (message := child.receive()):
-            children.wait([child], 1.0)
-    except children.ProcessError as error:
-        died_of_it = child.process.exitcode in (1, -signal.SIGABRT)
-        raise children.ProcessError(f"{error}{HINT if died_of_it else ''}") from None
+    child.hints = {**children.HINTS, 1: HINT, -signal.SIGABRT: HINT}
+    while not (message := child.receive()):
+        children.wait([child], 1.0)
     return child, message
 
 
