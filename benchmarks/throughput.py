@@ -57,7 +57,13 @@ from torchbeast.flags import Flags
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
 from torchbeast.runs import flagset
-from torchbeast.tools.trial import Trial, machine_busy, process_tree, read_ticks
+from torchbeast.tools.trial import (
+    END_SECONDS,
+    Trial,
+    machine_busy,
+    process_tree,
+    read_ticks,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK_SECONDS = 0.1
@@ -255,9 +261,9 @@ def run_variant(
                 time.sleep(max(0.0, min(MEMORY_SECONDS, left)))
             cpu_end, busy_end = process_tree(pid), machine_busy()
             end = time.time()
-            run.check()
-            run.end(signal.SIGINT)
-            status = run.process.returncode
+            run.sleep(0.01)  # raises if the run has ended
+            run.process.send_signal(signal.SIGINT)
+            status = run.process.wait(END_SECONDS)
             if status != 128 + signal.SIGINT:
                 print(run.fail(f"ended with status {status} after SIGINT"))
         ticks = read_ticks(run.logs.parent)

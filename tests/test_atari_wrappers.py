@@ -30,6 +30,7 @@ def atari_flags(env, **changes):
         "max_episode_frames": 108000,
         "env_kwargs": None,
         "wrapper": None,
+        "mask_actions": None,
     }
     return argparse.Namespace(**{**flags, **changes})
 

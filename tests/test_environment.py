@@ -205,13 +205,6 @@ def test_atari_fields_at_a_truncation(monkeypatch):
     assert not np.array([final for _, final in found["python"][:-1]]).any()
 
 
-def test_a_field_says_what_it_belongs_to():
-    with pytest.raises(TypeError, match="of"):
-        ExtraField((), np.int64)
-    with pytest.raises(ValueError, match='"step" or "observation", got \'row\''):
-        ExtraField((), np.int64, of="row")
-
-
 def test_extra_field_of_another_shape(monkeypatch):
     declare(monkeypatch, goal=ExtraField((3,), np.int32, of="step"))
     envs = Environment(env_flags(here(Counter)), 1)

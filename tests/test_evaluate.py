@@ -92,7 +92,7 @@ def test_greedy_games_take_the_likeliest_actions(greedy):
 def test_weights_that_do_not_fit():
     flags = make_flags("--env", "CartPole-v1")
     weights = make_weights(flags)
-    with pytest.raises(UserError, match="is not in the checkpoint"):
+    with pytest.raises(UserError, match="is missing in the checkpoint"):
         next(evaluate.play(flags.replace(use_lstm=True), weights, range(3)))
 
 

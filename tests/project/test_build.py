@@ -41,7 +41,7 @@ if sys.argv[1] == "install":
     constraints = sys.argv[sys.argv.index("--constraint") + 1]
     assert "numpy==" in pathlib.Path(constraints).read_text()
     pathlib.Path("calls").write_text(f"{native} {sys.argv[-1]}")
-    library = pathlib.Path(__file__).parents[2] / "libtorchbeast.cpython.so"
+    library = pathlib.Path(__file__).parents[1] / "libtorchbeast.cpython.so"
     library.unlink(missing_ok=True)
     if native != "skip":
         library.touch()

@@ -24,7 +24,7 @@ def test_config_has_the_flags_of_a_kept_run(meta):
     parser = monobeast.make_parser()
     if "pipes_basename" in kept:
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
-        parser = importlib.import_module("torchbeast.polybeast").make_parser()
+        parser = importlib.import_module("torchbeast.polybeast.start").make_parser()
     flags = flagset.parse(parser, ["--config", str(meta)])
     before = {**flagset.parse(parser, []).as_dict(), **BEFORE_THE_FLAG_EXISTED}
     for name, now in flags.as_dict().items():

@@ -111,7 +111,7 @@ def risky(declared: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, 
     def is_harmless(flag: Flag, value: Any) -> bool:
         if flag.choices or flag.name in HARMLESS or value in (None, "", flag.default):
             return True
-        if flag.name == "env":  # an id: what the installed packages register
+        if flag.name in ("env", "core"):  # an id of a package, a kind of ours
             return isinstance(value, str) and ":" not in value
         if flag.name == "env_kwargs":
             return value == "{}"
