@@ -38,6 +38,7 @@ NEED_NATIVE = {  # they start programs that import it
     "test_native_ends.py",
     "test_peers.py",
     "test_polybeast.py",
+    "test_polybeast_compile.py",
     "test_polybeast_spaces.py",
     "test_polybeast_sync.py",
 }

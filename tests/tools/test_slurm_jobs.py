@@ -37,7 +37,7 @@ def test_an_array(tmp_path):
     sweeps.assert_finished(tmp_path, "sweep-env=CartPole-v1-1")
     assert "sweep-env=CartPole-v1-1 finished." in output
     assert "sweep-env=nowhere_Nothing-1 ended with exit status 1" in output
-    assert "there is no module nowhere" in output
+    assert "No module named 'nowhere'" in output
     output = sweeps.finished(tmp_path, *own[:2], "--grid", "env=CartPole-v1")
     assert " is job " not in output
 
