@@ -100,7 +100,7 @@ def test_import_loads_only_the_wheels_grpc(wheel):
 
 def test_its_tls_works_beside_pythons(wheel):
     """Both have a libcrypto in one process: the wheel's and the system's."""
-    test = "tests/test_env_connection.py::test_why_tls_cannot_work"
+    test = "tests/polybeast/test_env_connection.py::test_why_tls_cannot_work"
     said = in_wheel(wheel, "-m", "pytest", "-q", "-p", "no:cacheprovider", test)
     assert "1 passed" in said
 
