@@ -274,7 +274,7 @@ def flags_read():
 
 
 def test_every_flag_is_read():
-    unread = {"config", "preset", "trust_checkpoint_env"}  # how to read the flags
+    unread = {"config", "trust_checkpoint_env"}  # how to read the flags
     assert actions().keys() - flags_read() == unread
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchbeast import monobeast
+from torchbeast.base.errors import FlagError
 from torchbeast.presets import PRESETS
 from torchbeast.runs import flagset
 from torchbeast.runs.files import strict_json
@@ -46,6 +48,13 @@ def test_what_each_preset_means(variant, preset):
     now = meaning(variant, preset)
     # A flag that is added as a line changes no preset.
     assert {name: now.get(name) for name in golden} == golden
+
+
+def test_a_preset_of_a_deleted_part_is_refused():
+    flags = flagset.parse(monobeast.make_parser(), ["--preset", "laser-atari"])
+    del flags.replay_ratio
+    with pytest.raises(FlagError, match=r"laser-atari sets \['replay_ratio'\]"):
+        flagset.resolve(flags)
 
 
 if __name__ == "__main__":

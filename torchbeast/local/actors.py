@@ -173,7 +173,6 @@ class Actors:
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
-        # A game whose actions are logged can be copied, see `copy`.
         self.flags, self.publish = flags, weights.publish
         self.weights, self._arguments = weights, (actor_class, env_spec, buffers)
         self.idle = list(range(flags.num_actors))

@@ -210,6 +210,10 @@ def resolve(flags: Flags) -> Flags:
     Raises:
       FlagError: a value is not allowed; the message says what is.
     """
+    if lacking := PRESETS.get(flags.preset or "", {}).keys() - vars(flags).keys():
+        raise FlagError(
+            f"--preset {flags.preset} sets {sorted(lacking)}, of a part that is deleted"
+        )
     steps = flags.batch_size * flags.unroll_length
     if flags.mode == "train" and steps > flags.total_steps:
         raise FlagError(
