@@ -210,7 +210,8 @@ def resolve(flags: Flags) -> Flags:
     Raises:
       FlagError: a value is not allowed; the message says what is.
     """
-    if lacking := PRESETS.get(flags.preset or "", {}).keys() - vars(flags).keys():
+    lacking = PRESETS.get(flags.preset or "", {}).keys() - vars(flags).keys()
+    if flags.mode == "train" and lacking:
         raise FlagError(
             f"--preset {flags.preset} sets {sorted(lacking)}, of a part that is deleted"
         )
