@@ -151,31 +151,11 @@ def test_minibatches(lstm, monkeypatch):
     assert learner.scheduler.last_epoch == 1
 
 
-def test_a_longer_run_tells_that_the_learning_rate_rises(caplog):
-    flags = "--learning_rate=0.5", f"--total_steps={10 * T * B}"
-    learner = make_learner(*flags)
-    for _ in range(5):
-        learn(learner, *make_batch(learner)).finish()
-    state = {**learner.state_dict(), "flags": learner.flags.as_dict()}
-    make_learner(*flags).load_state_dict(state)
-    make_learner("--learning_rate=0.2", flags[1]).load_state_dict(state)
-    assert not caplog.messages
-    longer = make_learner(flags[0], f"--total_steps={20 * T * B}")
-    longer.load_state_dict(state)
-    assert longer.scheduler.get_last_lr() == [0.375]
-    (message,) = caplog.messages
-    assert "The learning rate rises from 0.25 to 0.375" in message
-    assert f"--total_steps {20 * T * B}" in message
-
-
 def test_a_run_keeps_its_optimizer():
     learner = make_learner("--optimizer", "adam")
     state = {**learner.state_dict(), "flags": learner.flags.as_dict()}
     with pytest.raises(checkpoint.CheckpointError, match="--optimizer adam"):
         make_learner("--optimizer", "rmsprop").load_state_dict(state)
-    del state["flags"]["optimizer"]  # of a version that had RMSProp alone
-    with pytest.raises(checkpoint.CheckpointError, match="--optimizer rmsprop"):
-        learner.load_state_dict(state)
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
@@ -214,7 +194,6 @@ def test_progress_and_schedule_go_on_after_a_resume(more, monkeypatch):
     rates += [learn(resumed, batch, state).finish()["learning_rate"] for _ in range(4)]
     assert seen == [0, 1 / 5, 2 / 5, 3 / 5, 4 / 5, 1]
     assert rates == [learner.flags.learning_rate * (1 - x) for x in seen]
-    assert resumed.progress == 1
 
 
 def test_an_update_has_the_clipped_gradient_of_its_batch():

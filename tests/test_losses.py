@@ -456,14 +456,13 @@ def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
         loss_of(batch, outputs, auxiliary_losses=lambda *_: losses)
 
 
-def test_a_loss_over_no_steps_is_reported_once(caplog):
+def test_a_loss_over_no_steps_changes_nothing():
     """Its means are empty cells, and nothing becomes NaN."""
     learner = test_learner.make_learner("--normalize_advantages")
     batch, state = test_learner.make_batch(learner)
     weights = [x.clone() for x in learner.model.parameters()]
     none = {**batch, "valid": torch.zeros_like(batch["done"])}
     rows = [learn(learner, none, state).finish() for _ in range(2)]
-    assert sum("counts for the loss" in x for x in caplog.messages) == 1
     assert rows[0]["total_loss"] == rows[0]["grad_norm"] == 0
     assert rows[0]["entropy"] is rows[0]["mean_value"] is None
     for x, y in zip(weights, learner.model.parameters(), strict=True):

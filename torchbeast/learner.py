@@ -6,7 +6,6 @@ core/vtrace.py, the model in model.py, the optimizer and its schedule in optimiz
 """
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,15 +25,11 @@ from torchbeast.core.means import mean
 from torchbeast.core.rollout import State
 from torchbeast.flags import Flags
 from torchbeast.model import make_model
-from torchbeast.optimizer import advance, make_optimizer, tell_of_a_higher_rate
+from torchbeast.optimizer import advance, make_optimizer
 from torchbeast.runs import checkpoint, flagset
 
 if TYPE_CHECKING:
     from torchbeast.local.env_spec import EnvSpec
-
-log = logging.getLogger(__name__)
-
-# --- The loss -------------------------------------------------------------------------
 
 
 def rewards_and_discounts(
@@ -42,10 +37,8 @@ def rewards_and_discounts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards and discounts of the T steps, for V-trace.
 
-    Args:
-      batch, outputs: see impala_loss. If outputs has `reward` (--normalize_rewards), it
-        replaces the batch's, and is not clipped again.
-      flags: reward_clipping, discounting.
+    If outputs has `reward` (--normalize_rewards), it replaces the batch's, and is not
+    clipped again.
 
     Returns:
       Both [T, B] float32, or for a baseline [T + 1, B, K] of K value heads [T, B, K]:
@@ -73,7 +66,6 @@ def impala_loss(
     flags: Flags,
     progress: float = 0.0,
     auxiliary_losses: Callable[..., Mapping[str, Any]] = lambda *_: {},
-    total: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The IMPALA loss, summed over time and batch (Espeholt et al. 2018, section 4.2).
 
@@ -82,26 +74,21 @@ def impala_loss(
 
     Args:
       batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
-      outputs: of the learner's model for all T + 1 rows: policy_logits [T + 1, B, P],
-        baseline [T + 1, B] or [T + 1, B, K], float32. The advantages of K value heads
-        are added.
+      outputs: of the model for them: policy_logits [T + 1, B, P], baseline [T + 1, B]
+        or of K value heads [T + 1, B, K], float32. Their advantages are added.
       valid: [T, B] bool, the steps that count.
-      distribution: the policy distribution over actions, given logits.
-      flags: reward_clipping, discounting, baseline_cost, entropy_cost,
-        final_entropy_cost, clip_rho, clip_pg_rho, clip_c, trace_decay,
-        normalize_advantages, clip_ratio.
+      distribution: of the actions, given logits.
+      flags: of the run.
       progress: the share of the run before this update, from 0 to 1. To anneal a
         coefficient, multiply it by 1 - progress.
       auxiliary_losses: see Net.auxiliary_losses.
-      total: see vtrace.normalize.
 
     Returns:
       Losses by name: tensors, sums over the steps that count, or numbers. The learner
       adds them up. And columns for logs.csv: mean(x, valid), numbers, None or vectors.
     """
-    # Row t has observation t and the action for it. Row t + 1 has the action's reward
-    # and whether the episode ended. Row T has no action here; its baseline is the
-    # bootstrap value.
+    # Row t has observation t and the action for it, row t + 1 the action's reward and
+    # whether the episode ended. The baseline of row T is the bootstrap value.
     actions = batch["action"][:-1]
     behavior_logits = batch["policy_logits"][:-1]
     target_logits = outputs["policy_logits"][:-1]
@@ -125,7 +112,7 @@ def impala_loss(
         advantages = advantages.sum(-1)
     if flags.normalize_advantages:
         weights = rhos.clamp(max=flags.clip_pg_rho).masked_fill(~valid, 0)
-        advantages = vtrace.normalize(advantages, weights, valid, total)
+        advantages = means.normalize(advantages, weights, valid)
     pg_loss, clipped = vtrace.policy_loss(log_probs, rhos, advantages, flags.clip_ratio)
     # LASER has no entropy bonus for replayed steps.
     online = rollout.not_replayed(batch, valid)
@@ -149,25 +136,16 @@ def impala_loss(
     return join_columns(losses, auxiliary), columns
 
 
-# --- The learner ----------------------------------------------------------------------
-
-
 def make_loss(flags: Flags, model: Any) -> Callable[..., Any]:
     """impala_loss, or the function that --loss names. Raises UserError."""
     if not flags.loss:
-        auxiliary = model.auxiliary_losses
-        return functools.partial(
-            impala_loss, auxiliary_losses=auxiliary, total=ranks.total
-        )
+        return functools.partial(impala_loss, auxiliary_losses=model.auxiliary_losses)
     _, function, arguments = find_named("--loss", flags.loss)
     return functools.partial(function, **arguments)
 
 
 class Learner:
-    """The state of learning: model, optimizer, schedule, counters.
-
-    Not thread-safe; see Run.updating.
-    """
+    """Model, optimizer, schedule and counters. Not thread-safe; see Run.updating."""
 
     def __init__(self, flags: Flags, env_spec: "EnvSpec") -> None:
         torch.manual_seed(flags.seed)
@@ -175,14 +153,12 @@ class Learner:
         self.device = devices.learner_device(flags)
         # A GPU may still make an update while the next one is prepared.
         self.is_ahead = devices.works_ahead(self.device)
-        self.model = make_model(
-            flags, env_spec.observation_space, env_spec.action_space, self.device
-        )
+        spaces = env_spec.observation_space, env_spec.action_space
+        self.model = make_model(flags, *spaces, self.device)
         # Those of all learners together.
         self.steps_per_batch = flags.batch_size * flags.unroll_length * ranks.size()
-        self.optimizer, self.scheduler = make_optimizer(
-            self.model, flags, self.steps_per_batch
-        )
+        made = make_optimizer(self.model, flags, self.steps_per_batch)
+        self.optimizer, self.scheduler = made
         # A checkpoint has the state of each: state_dict and load_state_dict.
         self.parts: dict[str, Any] = {
             "model": self.model,
@@ -210,7 +186,6 @@ class Learner:
         self.step = 0  # environment steps learned from
         self.num_updates = 0  # of the weights: the number of the newest policy
         self.counters = Counters(flags.episodes_for_avg)
-        self.had_no_steps = False  # a loss over no steps was reported
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -227,8 +202,7 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError if it does not fit."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
-        old = state["flags"].get("optimizer", "rmsprop")
-        if old != self.flags.optimizer:
+        if (old := state["flags"]["optimizer"]) != self.flags.optimizer:
             raise CheckpointError(f"the checkpoint needs --optimizer {old}")
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
@@ -236,49 +210,32 @@ class Learner:
         if flagset.changed(state["flags"], self.flags):
             # Take the optimizer's moments only, and the new schedule at this step.
             advance(self.scheduler, self.step // self.steps_per_batch)
-            before = state["scheduler_state_dict"]["_last_lr"][0]
-            tell_of_a_higher_rate(self.scheduler, before, self.flags)
             groups = self.optimizer.state_dict()["param_groups"]
-            moments = {**state["optimizer_state_dict"], "param_groups": groups}
-            new = {"optimizer": moments, "scheduler": self.scheduler.state_dict()}
-            state = {**state, **{f"{k}_state_dict": x for k, x in new.items()}}
+            moments = state["optimizer_state_dict"] | {"param_groups": groups}
+            state = {**state, "optimizer_state_dict": moments}
+            state["scheduler_state_dict"] = self.scheduler.state_dict()
         for name, part in self.parts.items():
             part.load_state_dict(state[f"{name}_state_dict"])
         self.counters.load_state_dict(stats)
         if self.mixer:
             self.mixer.replayed_steps = stats["replayed_steps"]
 
-    @property
-    def progress(self) -> float:
-        """The share of the run that has been learned from, from 0 to 1."""
-        return min(1.0, self.step / self.flags.total_steps)
-
 
 def model_loss(
     learner: Learner, batch: dict[str, Nested], state: State, progress: Any
 ) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """Runs the model over a batch, and adds up the losses.
-
-    Returns:
-      The total loss; sums over the batch by name, losses [] or [K] and the number of
-      steps that count; columns, see impala_loss.
-    """
+    """The total loss; sums over the batch by name, [] or [K]; columns."""
     model, flags = learner.model, learner.flags
     outputs, _ = model(batch, state)
-    valid = rollout.valid_steps(batch)[:-1]
-    columns: dict[str, Any] = {}
+    valid, columns = rollout.valid_steps(batch)[:-1], {}
+    about = model.distribution, flags
     if "replayed" in batch:
-        about = batch, outputs, valid, model.distribution, flags
-        valid, columns = learner.mixer.reject(*about)
-    about = batch, outputs, valid, model.distribution, flags
-    found, more = learner.loss(*about, progress)
-    losses = {
-        name: torch.as_tensor(x, device=valid.device) for name, x in found.items()
-    }
+        valid, columns = learner.mixer.reject(batch, outputs, valid, *about)
+    found, more = learner.loss(batch, outputs, valid, *about, progress)
+    losses = {k: torch.as_tensor(x, device=valid.device) for k, x in found.items()}
     total: Any = sum(x.sum() for x in losses.values())
     sums = {name: x.sum() if x.dim() > 1 else x for name, x in losses.items()}
-    sums = join_columns({"total_loss": total}, sums, {"valid": valid.sum()})
-    return total, sums, join_columns(more, columns)
+    return total, join_columns({"total_loss": total}, sums), join_columns(more, columns)
 
 
 class Update(NamedTuple):
@@ -293,15 +250,13 @@ class Update(NamedTuple):
 def update(
     learner: Learner, batch: dict[str, Nested], initial_state: State
 ) -> Callable[[], dict[str, Any]]:
-    """One step of the optimizer.
+    """One step of the optimizer. Returns a function that waits, and returns columns.
 
-    Returns:
-      A function that waits for a GPU, and returns columns. It raises FloatingPointError
-      if the loss, the gradient or the new weights are not finite; on the CPU `update`
-      itself does, for loss and gradient before it changes the model.
+    It raises FloatingPointError if the loss, the gradient or the new weights are not
+    finite. On the CPU `update` does, for loss and gradient before the model changes.
     """
     flags, model, step = learner.flags, learner.model, learner.step
-    progress: Any = learner.progress
+    progress: Any = min(1.0, step / flags.total_steps)
     if flags.compile:  # whose code would have a float as a constant
         progress = torch.full((), progress, device=learner.device)
     loss, sums, columns = learner.model_loss(learner, batch, initial_state, progress)
@@ -322,9 +277,6 @@ def update(
         learner.diverged = True  # unless this passes
         check_finite(found | weights(), batch, flags, step)
         learner.diverged = False
-        if not found.pop("valid") and not learner.had_no_steps:
-            learner.had_no_steps = True
-            log.warning("No step of the batch after step %d counts for the loss.", step)
         return found
 
     if not learner.is_ahead:
@@ -336,13 +288,11 @@ def update(
 def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> Update:
     """Learns from one batch [T + 1, B, ...]; does not wait for a GPU.
 
-    initial_state: tensors [layers, B, ...], the recurrent state before row 0.
-
     The batch is used for flags.updates_per_batch updates, each from one of
     flags.minibatches parts of it. The columns about the loss are of the last one.
-
     A replay adds columns to the batch. Until it has enough, the batch is only stored.
 
+    initial_state: tensors [layers, B, ...], the recurrent state before row 0.
     Raises FloatingPointError as `update` does, with a GPU in finish().
     """
     flags, mixer, model = learner.flags, learner.mixer, learner.model

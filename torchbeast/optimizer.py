@@ -1,6 +1,5 @@
 """The optimizer and the schedule of its learning rate."""
 
-import logging
 import math
 import warnings
 from collections.abc import Iterable
@@ -10,8 +9,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchbeast.flags import Flags
-
-log = logging.getLogger(__name__)
 
 
 def schedule(progress: float, kind: str) -> float:
@@ -52,18 +49,6 @@ def advance(scheduler: LambdaLR, batches: int) -> None:
             scheduler.step()
 
 
-def tell_of_a_higher_rate(scheduler: LambdaLR, before: float, flags: Flags) -> None:
-    """Warns if the learning rate rises at a resume."""
-    if (now := scheduler.get_last_lr()[0]) > before * (1 + 1e-6):
-        log.warning(
-            "The learning rate rises from %.3g to %.3g, because flags of this "
-            "start differ from those of the checkpoint: the schedule follows from "
-            "--learning_rate %g, --learning_rate_schedule %s and --total_steps %d.",
-            *(before, now, flags.learning_rate),
-            *(flags.learning_rate_schedule, flags.total_steps),
-        )
-
-
 class RMSProp(torch.optim.Optimizer):
     """RMSProp as in TensorFlow, for which the published settings were tuned.
 
@@ -94,14 +79,10 @@ class RMSProp(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """One step. Takes no closure."""
         for group in self.param_groups:
             for weight in group["params"]:
-                gradient = weight.grad
-                if gradient is None:
+                if (gradient := weight.grad) is None:
                     continue
                 state = self.state[weight]
                 if not state:
@@ -120,4 +101,3 @@ class RMSProp(torch.optim.Optimizer):
                     weight.sub_(buffer)
                 else:
                     weight.addcdiv_(gradient, root, value=-group["lr"])
-        return loss

@@ -1,7 +1,7 @@
-"""Columns of logs.csv that are means over the steps of a batch.
+"""Sums and means over the steps of a batch, of which several learners have a part each.
 
-Several learners have a part of the batch each. So a mean is a sum and a count: both are
-added up over all learners, and divided at the end.
+This is the only arithmetic that knows of other learners. A mean is a sum and a count:
+both are added up over all learners, and divided at the end.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,9 +18,29 @@ class Mean(NamedTuple):
 
 
 def mean(x: torch.Tensor, steps: torch.Tensor) -> Mean:
-    """The mean of x [T, B, ...] over some steps, [T, B] bool."""
+    """The mean of x [T, B, ...] over some steps, [T, B] bool, for a column."""
     wide = steps.reshape(*steps.shape, *[1] * (x.dim() - 2))
     return Mean((x.detach() * wide).sum((0, 1)), steps.sum())
+
+
+def normalize(
+    advantages: torch.Tensor, weights: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """Centres and scales advantages (Schulman et al. 2017, in PPO's implementations).
+
+    They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
+    them, advantages that are all equal would change the policy.
+
+    Args:
+      advantages, weights: [T, B] float, 0 at steps that don't count.
+      valid: [T, B] bool, the steps that count.
+    """
+    total = ranks.total
+    sums = total(advantages.sum()), total(weights.sum())
+    centred = advantages - weights * sums[0] / (sums[1] + 1e-8)
+    number = total(valid.sum()).clamp(min=1)
+    deviation = (total(centred.pow(2).sum()) / number).sqrt()
+    return centred / (deviation + 1e-8)
 
 
 def fetch(
@@ -37,11 +57,11 @@ def fetch(
       A function that waits for the copy, and returns the columns. A mean over no step
       is None.
     """
-    means = {name: x for name, x in columns.items() if isinstance(x, Mean)}
     added = {name: columns[name] for name in sums}
-    for name, x in means.items():
-        added |= {f"{name} sum": x.sum, f"{name} number": x.number}
-    own = {k: x for k, x in columns.items() if k not in means and k not in added}
+    own = {name: x for name, x in columns.items() if name not in added}
+    means = [name for name, x in own.items() if isinstance(x, Mean)]
+    for name in means:
+        added[f"{name} sum"], added[f"{name} number"] = own.pop(name)
     wait = devices.fetch(own | ranks.totals(added))
 
     def finish() -> dict[str, Any]:

@@ -11,7 +11,6 @@ them. In the other arguments each may be 1 and is broadcast, so that all value h
 share rewards [T, B, 1].
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,18 +33,10 @@ class VTraceFromLogitsReturns(NamedTuple):
 def action_log_probs(
     policy_logits: torch.Tensor, actions: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of the actions under softmax(policy_logits).
+    """Log-probabilities [...] of actions [...] under softmax(policy_logits [..., A]).
 
-    Args:
-      policy_logits: [..., A] float, unnormalised log-probabilities. -inf masks an
-        action; its log-probability is -inf.
-      actions: [...] integer in [0, A).
-
-    Returns:
-      [...] float. Differentiable in policy_logits.
-
-    Raises:
-      ValueError: the shapes don't match.
+    Differentiable in policy_logits. A logit of -inf masks an action; its
+    log-probability is -inf. Raises ValueError if the shapes don't match.
     """
     if policy_logits.shape[:-1] != actions.shape:
         raise ValueError(
@@ -74,32 +65,20 @@ def from_logits(
     bootstrap_value: torch.Tensor,
     clip_rho_threshold: float | None = 1.0,
     clip_pg_rho_threshold: float | None = 1.0,
-    clip_c_threshold: float | None = 1.0,
-    trace_decay: float = 1.0,
 ) -> VTraceFromLogitsReturns:
     """V-trace for a categorical policy.
 
     Args:
-      behavior_policy_logits: [T, B, A] float, of the policy μ that acted.
-      target_policy_logits: [T, B, A] float, of the policy π that learns.
+      behavior_policy_logits, target_policy_logits: [T, B, A] float, of the policy μ
+        that acted and of the policy π that learns.
       actions: [T, B] integer, sampled from μ.
-      The others: see from_importance_weights.
-
-    Returns:
-      VTraceFromLogitsReturns. vs and pg_advantages have no gradient.
-
-    Raises:
-      ValueError: the shapes don't fit.
+      The others, and the errors: see from_importance_weights.
     """
-    shapes = behavior_policy_logits.shape, target_policy_logits.shape
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"the logits of both policies need the same shape: {shapes}")
     behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
     target_log_probs = action_log_probs(target_policy_logits, actions)
     log_rhos = target_log_probs - behavior_log_probs
-    steps = discounts, rewards, values, bootstrap_value
-    clips = clip_rho_threshold, clip_pg_rho_threshold, clip_c_threshold
-    returns = from_importance_weights(log_rhos, *steps, *clips, trace_decay)
+    steps = log_rhos, discounts, rewards, values, bootstrap_value
+    returns = from_importance_weights(*steps, clip_rho_threshold, clip_pg_rho_threshold)
     return VTraceFromLogitsReturns(
         *returns, log_rhos, behavior_log_probs, target_log_probs
     )
@@ -126,11 +105,9 @@ def from_importance_weights(
       rewards: [T, B, C... or 1...] float, the reward of the step's action.
       values: [T, B, C...] float, V(x_t) of the learner.
       bootstrap_value: [B, C...] float, V(x_T).
-      clip_rho_threshold: ρ̄, clips the weights of the temporal differences; None: no
-        clipping.
-      clip_pg_rho_threshold: clips the weights of the policy gradient; None: no
-        clipping.
-      clip_c_threshold: c̄, clips the weights of the trace; None: no clipping.
+      clip_rho_threshold: ρ̄, clips the weights of the temporal differences.
+      clip_pg_rho_threshold: clips the weights of the policy gradient.
+      clip_c_threshold: c̄, clips the weights of the trace. None: no clipping.
       trace_decay: λ in [0, 1]; 1 is the paper's V-trace.
       valid: [T, B] bool, the steps that count; None: all. At the others the trace is
         cut (Schmitt et al. 2019, section 4.2): the target is the value itself, and the
@@ -142,25 +119,26 @@ def from_importance_weights(
     Raises:
       ValueError: the shapes don't fit.
     """
-    if log_rhos.dim() == 2 < values.dim():
-        log_rhos = log_rhos.reshape(*log_rhos.shape, *[1] * (values.dim() - 2))
-    given = {"log_rhos": log_rhos, "discounts": discounts, "rewards": rewards}
-    fit = all(_broadcasts(x, values) for x in given.values())
-    if not fit or values.dim() < 2 or bootstrap_value.shape != values.shape[1:]:
-        given |= {"values": values, "bootstrap_value": bootstrap_value}
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+    heads = [1] * (values.dim() - 2)
+    if log_rhos.dim() == 2:
+        log_rhos = log_rhos.reshape(*log_rhos.shape, *heads)
+    steps = log_rhos, discounts, rewards
+    if bootstrap_value.shape != values.shape[1:] or not all(
+        x.dim() == values.dim() and x.shape[:2] == values.shape[:2] for x in steps
+    ):
+        shapes = [list(x.shape) for x in (*steps, values, bootstrap_value)]
         raise ValueError(
-            "the shapes don't fit values [T, B, C...], bootstrap_value [B, C...] and "
-            f"others [T, B, C... or 1...]: {shapes}"
+            "the shapes of log_rhos, discounts, rewards, values and bootstrap_value "
+            f"don't fit: {shapes}"
         )
     rhos = log_rhos.exp()  # [T, B, C... or 1...]
-    clipped_rhos = _clip(rhos, clip_rho_threshold)
     cs = trace_decay * _clip(rhos, clip_c_threshold)
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
-    deltas = clipped_rhos * (rewards + discounts * next_values - values)
+    deltas = rewards + discounts * next_values - values
+    deltas = _clip(rhos, clip_rho_threshold) * deltas
     if valid is not None:
-        valid = valid.reshape(*valid.shape, *[1] * (values.dim() - 2))
-        deltas, cs = deltas.masked_fill(~valid, 0), cs.masked_fill(~valid, 0)
+        skipped = ~valid.reshape(*valid.shape, *heads)
+        deltas, cs = deltas.masked_fill(skipped, 0), cs.masked_fill(skipped, 0)
     # Backwards in time: vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})).
     decays = discounts * cs
     acc = torch.zeros_like(bootstrap_value)
@@ -174,40 +152,8 @@ def from_importance_weights(
     pg_rhos = _clip(rhos, clip_pg_rho_threshold)
     pg_advantages = pg_rhos * (rewards + discounts * next_vs - values)
     if valid is not None:
-        pg_advantages = pg_advantages.masked_fill(~valid, 0)
+        pg_advantages = pg_advantages.masked_fill(skipped, 0)
     return VTraceReturns(vs=vs, pg_advantages=pg_advantages)
-
-
-def _broadcasts(tensor: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether the tensor broadcasts to the values, with equal T and B."""
-    return (
-        tensor.dim() == values.dim()
-        and tensor.shape[:2] == values.shape[:2]
-        and all(n in (1, m) for n, m in zip(tensor.shape, values.shape, strict=True))
-    )
-
-
-def normalize(
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    valid: torch.Tensor,
-    total: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
-) -> torch.Tensor:
-    """Centres and scales advantages (Schulman et al. 2017, in PPO's implementations).
-
-    They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
-    them, advantages that are all equal would change the policy.
-
-    Args:
-      advantages, weights: [T, B] float, 0 at steps that don't count.
-      valid: [T, B] bool, the steps that count.
-      total: adds up a scalar over the parts of a batch, if this is one of several.
-    """
-    sums = total(advantages.sum()), total(weights.sum())
-    centred = advantages - weights * sums[0] / (sums[1] + 1e-8)
-    number = total(valid.sum()).clamp(min=1)
-    deviation = (total(centred.pow(2).sum()) / number).sqrt()
-    return centred / (deviation + 1e-8)
 
 
 def policy_loss(
