@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
+from cpu_time import Measured
 
 from torchbeast.tools.autotune import Layout
-from torchbeast.tools.trial import Measured
 
 ALL_BUSY = 0.9  # of the cores; else who uses none does not wait for one
 

@@ -19,9 +19,8 @@ import sys
 import tempfile
 import time
 
+from cpu_time import process_tree
 from equal_logs import read_rows
-
-from torchbeast.tools.trial import process_tree
 
 COMMON = "--precision fp32 --torch_threads 1 --checkpoint_interval 1 --record"
 LAYOUT = "--num_actors 3 --envs_per_actor 3 --batch_size 4 --unroll_length 5"

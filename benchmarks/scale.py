@@ -24,11 +24,11 @@ import os
 import shlex
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpu_time import Measured, measure_command
 from limits import Costs, costs_of, limits
 from throughput import ROOT, describe_machine
 
@@ -37,7 +37,6 @@ from torchbeast.envs.environment import Environment
 from torchbeast.polybeast import env as polybeast_env
 from torchbeast.runs import flagset
 from torchbeast.tools.autotune import Layout
-from torchbeast.tools.trial import Measured, try_command
 
 MACHINES = (1, 2, 4, 10, 30, 100, 300, 1000)
 # The servers are children of the learner, "$@", so that a trial sees all processes.
@@ -71,8 +70,7 @@ def measure(layout: Layout, args: argparse.Namespace) -> Measured:
     command += ["--total_steps", str(10**12), "--disable_checkpoint"]
     paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        return try_command(command, Path(folder), args.seconds)
+    return measure_command(command, args.seconds)
 
 
 def show(name: str, found: dict[str, float], end: str = "") -> float:

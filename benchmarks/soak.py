@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from cpu_time import process_tree, read_stat
 from throughput import describe_machine, proportional_set_size, start_run
 
 from torchbeast.runs.files import read_rows
@@ -38,8 +39,6 @@ from torchbeast.tools.trial import (
     END_SECONDS,
     START_SECONDS,
     Trial,
-    process_tree,
-    read_stat,
 )
 
 COLUMNS = (

@@ -45,6 +45,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cpu_time import machine_busy, process_tree
 
 from torchbeast import monobeast
 from torchbeast.base import devices
@@ -60,8 +61,6 @@ from torchbeast.runs import flagset
 from torchbeast.tools.trial import (
     END_SECONDS,
     Trial,
-    machine_busy,
-    process_tree,
     read_ticks,
 )
 

@@ -193,33 +193,6 @@ def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
         assert torch.equal(x, again["model_state_dict"][name])
     words = command(tmp_path, "a-repeated", "a")
     assert "a-repeated exists: choose --xpid" in runs.run_words(words, status=1)
-    # Beyond the end: a warning, and the whole run.
-    words = command(tmp_path, "b", "a", until=10**6)
-    output = runs.run_words(words)
-    assert "--until 1000000: the recorded run ends at 3000" in output
-    assert logs(tmp_path, "b") == logs(tmp_path, "a")
-
-
-def test_a_prompt_has_learner_and_batch(tmp_path):
-    runs.run(tmp_path, "a", **SMALL)
-    lines = (
-        'print("step", learner.step, "batch", list(batch["reward"].shape))\nexit()\n'
-    )
-    words = command(tmp_path, "b", "a", until=600, interactive=True)
-    done = subprocess.run(
-        words,
-        input=f"{lines}exit()\n",
-        capture_output=True,
-        text=True,
-        env=runs.environment(),
-        timeout=runs.patience(200),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 600 batch [6, 4]" in done.stdout
-    meta = json.loads((tmp_path / "b" / "meta.json").read_text())
-    assert meta["successful"]
-    assert meta["date_end"]
-    assert len(logs(tmp_path, "b")) == 30
 
 
 # --- Differences ---
@@ -280,8 +253,7 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     command, _, more = last.partition("To repeat this run: ")[2].partition(". ")
     assert command == (f"python -m torchbeast.tools.repeat a --savedir {tmp_path}")
     more = shlex.split(more.partition(" add ")[2])
-    # All of it is the last minute.
-    assert more == ["--until", "1", "--interactive"]
+    assert more == ["--until", "1"]  # all of it is the last minute
     output = repeat_and_fail(tmp_path, "a")
     assert "the 150th ball is flat" in output
     # Batches that wait when the environment fails are dropped.
@@ -376,7 +348,6 @@ def test_a_start_that_was_not_recorded(tmp_path):
     runs.run(tmp_path, "a", **{**flags, "no-record": True, "total_steps": 2000})
     words = command(tmp_path, "b", "a")
     assert "the start at step 1000 was not recorded" in runs.run_words(words, status=1)
-    assert logs(tmp_path, "b") == logs(tmp_path, "a")[:50]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import broken
+import cpu_time
 import keep_run
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_process_tree_and_memory_see_grandchildren():
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == f"{64 << 20}\n"
-        tree = trial.process_tree(process.pid)
+        tree = cpu_time.process_tree(process.pid)
         assert len(tree) == 2
         assert sum(tree.values()) > 0
         assert 64 < throughput.proportional_set_size(list(tree)) < 128

@@ -3,10 +3,10 @@
 import random
 
 import pytest
+from cpu_time import Measured
 from limits import Costs, Line, costs_of, fit, limits
 
 from torchbeast.tools.autotune import Layout
-from torchbeast.tools.trial import Measured
 
 
 def simulate(costs, layout, cores, seconds, batch=12, steps=5):

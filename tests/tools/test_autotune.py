@@ -1,24 +1,22 @@
 """autotune: its layouts, its search, and the whole command."""
 
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import runs
+from cpu_time import process_tree
 
 from torchbeast.base.errors import FlagError
-from torchbeast.procs import processes
 from torchbeast.runs import flagset
 from torchbeast.tools import autotune, trial, variants
 from torchbeast.tools.autotune import Layout, choose, layouts, to_try
-from torchbeast.tools.trial import Measured
+from torchbeast.tools.trial import Tried
 
 
 def load(variant):
@@ -40,16 +38,10 @@ def resolver(line, variant="monobeast"):
     return resolve
 
 
-@pytest.mark.parametrize("cores", [1, 2, 16])
+@pytest.mark.parametrize("cores", [1, 16])
 @pytest.mark.parametrize(
     "line",
-    [
-        "",
-        "--batch_size 6 --unroll_length 7",
-        "--preset minatar",
-        "--num_buffers 30",
-        "--sync --preset classic-control --disable_checkpoint",
-    ],
+    ["--batch_size 6 --unroll_length 7", "--num_buffers 30", "--sync --batch_size 8"],
 )
 def test_all_layouts_are_allowed(line, cores):
     resolve = resolver(line)
@@ -72,7 +64,6 @@ def test_polybeast_gets_whole_streams_per_batch():
 def test_typed_flags_stay():
     found = layouts(resolver("--num_actors 3"), 2)
     assert {x.num_actors for x in found} == {3}
-    assert len(found) > 2
     assert layouts(resolver("--num_actors 3 --envs_per_actor 5"), 2) == [(3, 5)]
 
 
@@ -96,7 +87,6 @@ def test_the_search_ends_at_the_fastest_layout_or_near_it():
 SMALL = "--env CartPole-v1 --batch_size 4 --unroll_length 5 --precision fp32"
 
 
-@runs.needs_proc
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
 def test_it_prints_flags_and_leaves_nothing(variant, tmp_path, capsys, monkeypatch):
@@ -111,9 +101,8 @@ def test_it_prints_flags_and_leaves_nothing(variant, tmp_path, capsys, monkeypat
     assert re.fullmatch(r"--num_actors 2 --envs_per_actor \d+", out[-1])
     speed = float(re.search(r"([\d,]+) steps per", out[-2])[1].replace(",", ""))
     assert 0 < speed < 100_000
-    assert sum(line.endswith(out[-1]) for line in out[1:-1]) == 1
-    (shares,) = (x for x in out if "time of actors or streams" in x)
-    assert {"monobeast": "wait", "polybeast": "batcher"}[variant] in shares
+    assert "learn" in out[-4]
+    assert {"monobeast": "wait", "polybeast": "batcher"}[variant] in out[-3]
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "copy").exists()
     assert not list(tmp_path.glob("torchbeast-autotune-*"))
@@ -125,7 +114,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
     def spy(command, folder, seconds):
         assert command[:3] == [sys.executable, "-m", "torchbeast.monobeast"]
         seen.append(flagset.parse(load("monobeast").make_parser(), command[3:]))
-        return Measured(1000.0, {"environments": 1.0, "learner": 0.5}, 2.0, 0.5)
+        return Tried(1000.0, {})
 
     monkeypatch.setattr(autotune, "try_command", spy)
     line = f"--preset minatar --learning_rate 0.003 --wandb x --savedir {tmp_path}"
@@ -141,36 +130,18 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("1,000 ") == autotune.TRIALS + 1
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--mode test", "runs of --mode train"),
-        ("--num_buffers 2", "--num_buffers 2 is too small"),
-    ],
-)
-def test_flags_of_no_run_are_refused(line, message):
-    with pytest.raises(FlagError, match=re.escape(message)):
-        autotune.tune("monobeast", shlex.split(line))
+def test_flags_that_are_refused():
+    with pytest.raises(FlagError, match="--num_buffers 2 is too small"):
+        autotune.tune("monobeast", ["--num_buffers", "2"])
 
 
-def test_under_torchrun_it_is_refused(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(FlagError, match="no torchrun"):
-        autotune.tune("monobeast", [])
-
-
-@runs.needs_proc
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("raise_error", "the ball left the table"), ("hang", "made no|no step|did not")],
-)
-def test_a_fault_of_the_environment_is_named(fault, message, tmp_path, monkeypatch):
+def test_a_fault_of_the_environment_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", runs.environment()["PYTHONPATH"])
     monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
-    (tmp_path / "fault").write_text(fault)
-    line = "--env faulty:Environment --actor_timeout 20 --num_actors 1"
-    with pytest.raises(trial.TrialError, match=message):
+    (tmp_path / "fault").write_text("raise_error")
+    line = "--env faulty:Environment --num_actors 1"
+    with pytest.raises(trial.TrialError, match="the ball left the table"):
         autotune.tune("monobeast", shlex.split(line), 0.4)
 
 
@@ -188,10 +159,10 @@ def test_a_signal_ends_all_processes(number, tmp_path):
     tree = {}
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("torchbeast-autotune-*/run/logs.csv")):
-        tree |= trial.process_tree(process.pid)
+        tree |= process_tree(process.pid)
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    tree |= trial.process_tree(process.pid)
+    tree |= process_tree(process.pid)
     assert len(tree) > 3
     process.send_signal(number)
     _, errors = process.communicate(timeout=runs.patience(60))
@@ -203,17 +174,3 @@ def test_a_signal_ends_all_processes(number, tmp_path):
     while alive := [pid for pid in tree if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.1)
-
-
-@runs.needs_proc
-def test_threads_have_the_names_that_trials_look_for():
-    names = []
-
-    def work():
-        processes.name_thread("learner-0")
-        names.extend(name for name, _ in trial.threads(os.getpid()))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert "learner-0" in names

@@ -52,13 +52,12 @@ def test_the_row_of_a_run(tmp_path):
         path,
         git={"commit": "0123456789abcdef", "dirty": True},
         hardware={"cpu": "Some CPU", "cpus": 2, "gpus": ["Some GPU"]},
-        starts=[],
     )
     row = row_of(path)
     assert row == {
         "run": "a",
         "env": "MinAtar/Breakout-v1",
-        "protocol": "sticky actions 0.1, minimal action set, rewards not clipped",
+        "protocol": "sticky_actions 0.1, full_action_space False, reward_clipping none",
         "preset": "minatar --entropy_cost 0.05",
         "seed": "3",
         "commit": "0123456 + changes",
@@ -75,15 +74,13 @@ def test_the_row_of_a_run(tmp_path):
     assert tested == "2.50 ± 0.75 (200 games, greedy)"
     (path / "test.json").write_text(json.dumps(test | {"step": 3000, "flags": FLAGS}))
     assert row_of(path)["test, mean ± std"] == tested
-    without = {"flags": {"env": "mine:Env"}}
-    (path / "test.json").write_text(json.dumps(test | without))
-    assert row_of(path)["test, mean ± std"].endswith("**other protocol: mine:Env**)")
     other = FLAGS | {"env_kwargs": '{"sticky_action_prob": 0.25}'}
     other = {"step": 2000, "flags": other}
     (path / "test.json").write_text(json.dumps(test | other))
     assert row_of(path)["test, mean ± std"] == (
-        "2.50 ± 0.75 (200 games, greedy, **at step 2,000**, **other protocol: sticky "
-        "actions 0.25**)"
+        "2.50 ± 0.75 (200 games, greedy, **at step 2,000**, **other protocol: "
+        "MinAtar/Breakout-v1, sticky_actions 0.25, full_action_space False, "
+        "reward_clipping none**)"
     )
 
 
@@ -91,30 +88,6 @@ def test_a_run_without_meta_json_has_no_known_protocol(tmp_path):
     path = make_run(tmp_path)
     (path / "meta.json").unlink()
     assert row_of(path)["protocol"] == "protocol unknown"
-
-
-def test_a_resumed_run(tmp_path):
-    """Its pauses don't count, and its commits and protocols are those of all starts."""
-    path = make_run(tmp_path)
-    rows = ["_tick,_time,step", "0,1010,10", "1,1060,20", "2,5005,30", "3,5040,40"]
-    (path / "logs.csv").write_text("\n".join(rows) + "\n")
-    starts = [{"git": {"commit": c * 40}, "flags": FLAGS} for c in "aab"]
-    date = "1970-01-01T{}+00:00".format
-    edit_meta(
-        path,
-        date_start=date("00:16:40"),  # 1000
-        resumed=[date("01:23:20"), date("02:46:40")],  # 5000, 10000
-        starts=starts,
-        git=starts[-1]["git"],
-    )
-    assert read_run(path).seconds() == 60 + 40
-    row = row_of(path)
-    assert row["wall-clock"] == "0:01:40"
-    assert row["commit"] == "aaaaaaa → bbbbbbb"
-    assert "changed" not in row["protocol"]
-    starts[1]["flags"] = FLAGS | {"reward_clipping": "abs_one"}
-    edit_meta(path, starts=starts)
-    assert row_of(path)["protocol"] == "**changed during the run**"
 
 
 def test_the_command_prints_a_table(tmp_path):
@@ -133,7 +106,7 @@ def test_the_command_prints_a_table(tmp_path):
     assert header.startswith("| run | env | protocol | preset | seed | commit |")
     assert "test" not in header  # no run was tested
     assert line.count("---") == header.count("|") - 1
-    assert first.startswith("| a | MinAtar/Breakout-v1 | sticky")
+    assert first.startswith("| a | MinAtar/Breakout-v1 | sticky_")
     assert second.startswith("| b | a\\|b | as registered |  |")
 
 
@@ -145,24 +118,22 @@ def test_the_results_of_the_docs_have_rows():
         assert row["env"]
         assert row["commit"]
         assert row["wall-clock"] > "0:00:05"
-        assert "changed" not in row["protocol"]
 
 
 @pytest.mark.parametrize(
     ("test", "message"),
-    [(None, "no run 'b'"), ("{", "test.json is not a result"), ("{}", "KeyError")],
+    [(None, "no run 'b'"), ("{", "test.json is damaged"), ('{"a": 1}', "KeyError")],
 )
 def test_errors(tmp_path, capsys, test, message):
     path = make_run(tmp_path)
     if test is not None:
         (path / "test.json").write_text(test)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="2"):
         report.main(["b" if test is None else "a", "--savedir", str(tmp_path)])
-    assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["cut", "field", "row"])
+@pytest.mark.parametrize("damage", ["cut", "row"])
 def test_damaged_logs(tmp_path, capsys, damage):
     path = make_run(tmp_path)
     logs = path / "logs.csv"
@@ -170,37 +141,29 @@ def test_damaged_logs(tmp_path, capsys, damage):
         packed = gzip.compress(logs.read_bytes())
         (path / "logs.csv.gz").write_bytes(packed[: len(packed) // 2])
         logs.unlink()
-    elif damage == "row":
+    else:
         header, first, *others = logs.read_text().splitlines()
         logs.write_text("\n".join([header, first + ",1", *others]) + "\n")
-    else:
-        *others, last = logs.read_text().splitlines()
-        logs.write_text("\n".join([*others, '"' + "1" * 200_000, last]) + "\n")
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="2"):
         report.main([str(path), "--savedir", str(tmp_path)])
-    assert caught.value.code == 2
     assert "is damaged: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "\0", "[]", "[" * 90_000, '{"args": ' + '{"a": ' * 3000 + "}" * 3001),
-        *('{"args": []}', '{"args": {"env": 3}}', '{"date_start": "x"}'),
-        *('{"hardware": [1]}', '{"resumed": {"a": 1}}', '{"starts": [{"git": "x"}]}'),
-        '{"args": {"env": "a", "env_kwargs": "' + "[" * 5000 + '"}}',
+        *("[" * 90_000, '{"args": []}', '{"args": {"env": 3}}', '{"date_start": "x"}'),
+        *('{"hardware": [1]}', '{"args": {"env": "a", "env_kwargs": "[["}}'),
     ],
 )
-def test_damaged_files(tmp_path, capsys, text):
-    """A meta.json is ignored or named in a message; a test.json is named."""
+def test_a_damaged_meta_json(tmp_path, capsys, text):
+    """It is ignored, or named in a message."""
     path = make_run(tmp_path)
-    for name in ("meta.json", "test.json"):
-        (path / name).write_text(text)
-        with contextlib.suppress(SystemExit):
-            report.main([str(path)])
-        error = capsys.readouterr().err
-        assert error.count("Cannot report: ") == bool(error)
-        assert name in error or (name == "meta.json" and not error)
+    (path / "meta.json").write_text(text)
+    with contextlib.suppress(SystemExit):
+        report.main([str(path)])
+    error = capsys.readouterr().err
+    assert not error or "Cannot report: meta.json or test.json of a" in error
 
 
 # --- Groups ---
@@ -273,7 +236,7 @@ def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
         assert "IQM of tests [95 %]" not in row
     with pytest.raises(SystemExit):
         report.main([*names, *map(str, more), "2", "3"])
-    assert "all runs of a have seeds of --tuned_on" in capsys.readouterr().err
+    assert "all have seeds of --tuned_on" in capsys.readouterr().err
 
 
 def test_scores_of_a_human(tmp_path, capsys):
@@ -295,24 +258,6 @@ def test_scores_of_every_atari_game():
     assert len(RANDOM_AND_HUMAN) == 57
     assert RANDOM_AND_HUMAN.keys() <= set(ale_py.roms.get_all_rom_ids())
     assert all(low < high for low, high in RANDOM_AND_HUMAN.values())
-
-
-def test_a_suspended_run(tmp_path):
-    """A time without a row far beyond the usual is left out and told."""
-    path = make_run(tmp_path)
-    times = [1010, 1020, 1030, 1040, 1050, 8060, 8070]
-    rows = [f"{i},{t},{i * 10},0" for i, t in enumerate(times)]
-    head = "_tick,_time,step,episodes"
-    (path / "logs.csv").write_text("\n".join([head, *rows]) + "\n")
-    edit_meta(path, date_start="1970-01-01T00:16:40+00:00", resumed=[])
-    run = read_run(path)
-    assert run.pauses() == 7000
-    assert run.seconds() == 70
-    assert run.wall_clock().tolist() == [10, 20, 30, 40, 50, 60, 70]
-    assert row_of(path)["wall-clock"] == "0:01:10, paused 1:56:40"
-    with (path / "logs.csv").open("a") as file:
-        file.write("7,9070,60,\n")  # of the last evaluation, which took its time
-    assert read_run(path).pauses() == 7000
 
 
 def test_methods_over_several_tasks(tmp_path, capsys):
@@ -339,14 +284,10 @@ def test_methods_over_several_tasks(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a-1", "--group", "--at", "201"], "'a-1' ends at step 200, before 201"),
+        (["a-1", "--group", "--at", "201"], "'a-1' ends before step 201"),
         (["a-1", "--group", "--at", "50"], "'a-1': no game has ended until then"),
-        (["a-1", "b-1", "--at", "50"], "--at needs --group or --method"),
         (["a-1", "--method", "m", "b-1"], "give either runs, or --method"),
-        (["--method", "m"], "give either runs, or --method"),
-        ([], "give either runs, or --method"),
-        (["--method", "m", "nope"], "no run 'nope'"),
-        (["~nobody-here/x"], "home directory"),
+        (["--method", "m"], "m has no runs"),
         (["--method", "m", "a-1", "c-1"], "have different protocols"),
         (["--method", "m", "a-1", "b-1", "--scores", "{}"], "has no 'MinAtar/Break"),
         (["--method", "m", "a-1", "--scores", "[1]"], "two returns per task, such as"),
@@ -362,7 +303,6 @@ def test_groups_that_can_not_be_compared(tmp_path, capsys, words, message):
             words[-1].replace("{}", '{"CartPole-v1": [0, 1]}')
         )
         words = [*words[:-1], str(tmp_path / "scores")]
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="2"):
         report.main([*words, "--savedir", str(tmp_path)])
-    assert caught.value.code == 2
     assert message in capsys.readouterr().err

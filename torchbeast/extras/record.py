@@ -157,8 +157,8 @@ class Recorder:
             words = "python", "-m", "torchbeast.tools.repeat", flags.xpid
             step = run.learner.step - int(60 * (run.learner.counters.sps() or 0))
             log.error(
-                "To repeat this run: %s. To look at it a minute before its end, add "
-                "--until %d --interactive",
+                "To repeat this run: %s. For a checkpoint of a minute before its end, "
+                "add --until %d",
                 *(shlex.join([*words, "--savedir", flags.savedir]), max(1, step)),
             )
 

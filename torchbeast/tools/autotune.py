@@ -9,7 +9,6 @@ They change how many environments act at once, and not what is learned from a ba
 
 import logging
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from torchbeast.flags import Flags
 from torchbeast.runs import flagset, start
 from torchbeast.runs.status import format_shares
 from torchbeast.tools import variants
-from torchbeast.tools.trial import Measured, try_command
+from torchbeast.tools.trial import Tried, try_command
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ SECONDS, TRIALS = 7.0, 5
 # PolyBeast's default, unless the flags have more.
 MOST_ENVS_PER_ROLLOUT = 8
 SAME = 0.97  # of the highest speed: then fewer environments are better
-BUSY = 0.9  # of a thread's time, or of the cores
 # A trial leaves nothing behind and learns at once. None: a switch.
 OFF: dict[str, str | None] = {
     **dict.fromkeys(("eval_interval", "metrics_port", "checkpoint_history"), "0"),
@@ -105,28 +103,18 @@ def to_try(
     return min(left, key=lambda x: (x.distance(best), x.num_envs), default=None)
 
 
-def bottleneck(run: Measured) -> str:
-    if run.learner_busy > BUSY:
-        return "the learner's thread"
-    if sum(run.cores.values()) > BUSY * run.free_cores:
-        return "cores"
-    return "actors or streams, which wait for their environments or for each other"
-
-
-def report(tries: dict[Layout, Measured]) -> str:
+def report(tries: dict[Layout, Tried]) -> str:
     """What to print. The last line has the flags."""
     speeds = {x: run.sps for x, run in tries.items()}
     best = choose(speeds)
-    run = tries[best]
-    used = [f"{k} {1e3 * x / run.sps:.3f}" for k, x in run.cores.items() if x]
+    timings = tries[best].timings
+    shares = timings.get("actors") or timings.get("streams") or {}
     fastest_first = sorted(speeds, key=lambda x: -speeds[x])
     lines = [
         "steps per second   layout",
         *(f"{speeds[x]:16,.0f}   {x}" for x in fastest_first),
-        f"Bottleneck: {bottleneck(run)}.",
-        f"  CPU milliseconds per step: {', '.join(used)}",
-        f"  time of actors or streams: {format_shares(run.shares)}",
-        f"  cores that other programs left: {run.free_cores:.2f}",
+        f"Time of the learner: {format_shares(timings.get('learner') or {})}",
+        f"Time of actors or streams: {format_shares(shares)}",
         f"Measured {speeds[best]:,.0f} steps per second, with",
         str(best),
     ]
@@ -146,7 +134,7 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
     """Prints the best layout for a command. Returns the exit status.
 
     Raises:
-      FlagError: the flags are those of no run, or of one that is not on this machine.
+      FlagError: the flags are not allowed.
       TrialError: a run failed or hung.
     """
     module = variants.load(variant)
@@ -159,17 +147,9 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
         return module.resolve_layout(flagset.resolve(flags)).freeze()
 
     flags, cores = resolve(None), num_cpus()
-    is_ray = getattr(flags, "launcher", "") == "ray"
-    here = not is_ray and "TORCHELASTIC_RUN_ID" not in os.environ
-    if flags.mode != "train" or not here or not Path("/proc/self/task").exists():
-        raise FlagError(
-            "autotune tries runs of --mode train on this machine, which needs Linux: "
-            "no --launcher ray, no torchrun"
-        )
     choices = layouts(resolve, cores)
     command = [sys.executable, "-m", f"torchbeast.{variant}", *words]
-    log.info("Trying %d of %d layouts.", min(TRIALS, len(choices)), len(choices))
-    tries: dict[Layout, Measured] = {}
+    tries: dict[Layout, Tried] = {}
     while len(tries) < TRIALS:
         speeds = {x: run.sps for x, run in tries.items()}
         if (layout := to_try(choices, cores, speeds)) is None:

@@ -3,12 +3,9 @@
     python -m torchbeast.plot XPID [XPID ...]
 
 A curve is a moving average of a column of logs.csv; the values themselves are drawn
-faintly behind it. With --group, runs whose names differ only by a seed at the end
-(pong-seed1, pong-seed2; pong_1, pong_2) are drawn as mean and standard deviation, with
---iqm as interquartile mean and its 95 % interval.
-
-The title has the protocol: what makes scores comparable. If the runs have different
-protocols, the legend says what differs, and a group refuses to average them.
+faintly behind it. The title has the protocol: what makes scores comparable. If the runs
+have different protocols, the legend says what differs, and a group refuses to average
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchbeast.base.errors import needing
 from torchbeast.tools import groups, protocol
+from torchbeast.tools.grid import positive
 from torchbeast.tools.saved_runs import SavedRun, find_run, printable, read_runs
 
 # Flag → (column, label of the axis).
@@ -37,8 +36,8 @@ Y_LABELS = {
     "entropy": "entropy of the policy (nats per step)",
 }
 GRID_POINTS = 400  # points in x where the runs of a group are averaged
-TITLE_WIDTH = 100  # characters of a line of the protocol
-MOST_LABELS, LABEL_WIDTH = 20, 60  # lines of the legend, and their characters
+TITLE_WIDTH, LABEL_WIDTH = 100, 60  # characters of a line
+MOST_LABELS = 20  # curves in the legend
 
 
 class Curve(NamedTuple):
@@ -86,17 +85,14 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     """Joins the curves of each group, over the x range that all its runs share.
 
     The result is mean ± standard deviation over the runs, or with `iqm` their
-    interquartile mean with its 95 % interval. Values are interpolated linearly. If some
-    runs are longer, this is printed.
+    interquartile mean with its 95 % interval. Values are interpolated linearly.
     """
     joined: list[Curve] = []
     for name, members in groups.by_name(curves, lambda one: one.label).items():
         first = max(member.x[0] for member in members)
         shortest = min(members, key=lambda member: member.x[-1])
         last = shortest.x[-1]
-        if len(members) == 1 or first > last:
-            if first > last:
-                print(f"{name}: its runs share no range, so each has its own curve")
+        if len(members) == 1 or first > last:  # they share no range
             joined += members
             continue
         if last < 0.95 * max(member.x[-1] for member in members):
@@ -114,74 +110,51 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     return joined
 
 
-def plain(text: str) -> str:
-    """Text that matplotlib does not take as a formula."""
-    return text.replace("$", r"\$")
-
-
-def label_of(one: Curve) -> str:
-    """A curve's lines of the legend. Of a long name the middle is left out."""
-    half = LABEL_WIDTH // 2
-    is_long = len(one.label) > LABEL_WIDTH
-    name = f"{one.label[:half]}…{one.label[-half:]}" if is_long else one.label
-    return plain("\n".join([name, *textwrap.wrap(one.note, LABEL_WIDTH)]))
-
-
-def draw_panel(axes: Any, curves: Sequence[Curve], colors: dict[str, str]) -> list[Any]:
-    """Draws curves. Returns their lines."""
-    lines: list[Any] = []
-    for c in curves:
-        color = colors[c.label]
-        lines += axes.plot(c.x, c.y, color=color, linewidth=1.6, zorder=3)
-        if len(c.x) == 1:
-            axes.plot(c.x, c.y, "o", color=color)
-        if c.raw is not None and not np.array_equal(c.raw, c.y):
-            axes.plot(c.x, c.raw, color=color, alpha=0.25, linewidth=0.7, zorder=2)
-        if c.low is not None and c.high is not None:
-            axes.fill_between(c.x, c.low, c.high, color=color, alpha=0.2, lw=0)
-    if not curves:
-        place: dict[str, Any] = {"ha": "center", "transform": axes.transAxes}
-        axes.text(0.5, 0.5, "no value yet", **place)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    return lines
+def draw_curve(axes: Any, c: Curve, color: str) -> Any:
+    """Draws a curve. Returns its line."""
+    style: dict[str, Any] = {"color": color, "linewidth": 1.6, "zorder": 3}
+    (line,) = axes.plot(c.x, c.y, marker="o" if len(c.x) == 1 else None, **style)
+    if c.raw is not None and not np.array_equal(c.raw, c.y):
+        axes.plot(c.x, c.raw, color=color, alpha=0.25, linewidth=0.7, zorder=2)
+    if c.low is not None and c.high is not None:
+        axes.fill_between(c.x, c.low, c.high, color=color, alpha=0.2, lw=0)
+    return line
 
 
 def draw(
     panels: dict[str, Sequence[Curve]], xlabel: str, title: str, out: pathlib.Path
 ) -> None:
-    """Draws one panel per entry of `panels`, one below the other, to the file `out`.
-
-    Raises:
-      ImportError: matplotlib is missing.
-      OSError, ValueError: the file can't be written, or has an unknown suffix.
-    """
-    # Figure needs no display and, unlike pyplot, no global state.
-    from matplotlib.figure import Figure
+    """Draws one panel per entry of `panels`, one below the other, to the file `out`."""
+    import matplotlib
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no display
     from matplotlib.ticker import EngFormatter
 
     every = [c for curves in panels.values() for c in curves]
     names = list(dict.fromkeys(c.label for c in every))
     beside = len(names) > 4 or any(c.note for c in every)  # a legend that hides curves
+    place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
     size = (11 if beside else 8, 0.8 + 3.6 * len(panels))
     figure = Figure(figsize=size, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    colors = {name: f"C{i % 10}" for i, name in enumerate(names)}
-    for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
-        lines = draw_panel(axes, curves, colors)
-        axes.set_ylabel(plain(Y_LABELS.get(column, column)))
-        if len(names) > 1 and curves:
-            labels = list(map(label_of, curves[:MOST_LABELS]))
-            if (more := len(curves) - MOST_LABELS) > 0:
-                labels[-1] += f"\nand {more} more"
-            place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
-            style = {"frameon": False, "fontsize": "small", **place}
-            axes.legend(lines[:MOST_LABELS], labels, **style)
-    all_axes[-1].set_xlabel(xlabel)
-    if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
-        all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.suptitle(plain(title), fontsize="medium")
-    figure.savefig(out, dpi=120)
+    with matplotlib.rc_context({"text.parse_math": False}):  # "$" in a name
+        for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
+            colors = [f"C{names.index(c.label) % 10}" for c in curves]
+            lines = [draw_curve(axes, *x) for x in zip(curves, colors, strict=True)]
+            axes.set_ylabel(Y_LABELS.get(column, column))
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+            if len(names) > 1 and curves:
+                labels = [
+                    "\n".join([c.label, *textwrap.wrap(c.note, LABEL_WIDTH)])
+                    for c in curves[:MOST_LABELS]
+                ]
+                style = {"frameon": False, "fontsize": "small", **place}
+                axes.legend(lines[:MOST_LABELS], labels, **style)
+        all_axes[-1].set_xlabel(xlabel)
+        if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
+            all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+        figure.suptitle(title, fontsize="medium")
+        figure.savefig(out, dpi=120)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -190,23 +163,18 @@ def make_parser() -> argparse.ArgumentParser:
         description="Draw learning curves of one or several runs to a PNG.",
     )
     add = parser.add_argument
-    runs_help = "name of a run in savedir, or a run's folder"
-    add("xpids", nargs="+", metavar="XPID", help=runs_help)
+    add("xpids", nargs="+", metavar="XPID", help="a name in savedir, or a folder")
     add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
     add("--x", choices=X_AXES, default="step")
-    y_help = "columns of logs.csv, one panel each (mean_game_return)"
+    y_help = "columns of logs.csv, one panel each"
     add("--y", nargs="+", metavar="COLUMN", default=["mean_game_return"], help=y_help)
-    smooth_help = "average over the last N values; 1: none (10; 1 for evaluations)"
-    add("--smooth", type=int, metavar="N", help=smooth_help)
-    group_help = (
-        "mean and standard deviation over runs whose names differ only by a seed at "
-        "the end: pong-seed1, pong-seed2"
-    )
+    smooth_help = "average over the last N values (10; 1 for evaluations)"
+    add("--smooth", type=positive, metavar="N", help=smooth_help)
+    group_help = "mean and standard deviation over runs whose names differ by a seed"
     add("--group", action="store_true", help=group_help)
     iqm_help = "like --group, with the interquartile mean and its 95 %% interval"
     add("--iqm", action="store_true", help=iqm_help)
-    title_help = "first line of the title; default: the name of a single curve"
-    add("--title", help=title_help)
+    add("--title", help="its first line (the name of a single curve)")
     out_help = "default: plot.png in the run's folder; of several runs, in this one"
     add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
     return parser
@@ -244,12 +212,9 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     flags = parser.parse_args(argv)
-    if flags.smooth is not None and flags.smooth < 1:
-        parser.error(f"--smooth is {flags.smooth}; it must be 1 or more")
     try:
-        out = plot(flags)
-    except ImportError as error:
-        parser.exit(1, f"Drawing needs matplotlib ({error}): pip install matplotlib\n")
+        with needing("torchbeast.plot", "matplotlib"):
+            out = plot(flags)
     except (ValueError, OSError, RuntimeError) as error:  # the last: of ~ without HOME
         parser.exit(2, f"Cannot draw: {error}\n")
     print(f"Drawn to {printable(str(out))}")

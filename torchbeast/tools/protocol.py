@@ -18,23 +18,9 @@ _ATARI_FLAGS = (
 _MINATAR_STICKY_ACTIONS = 0.1
 _MINATAR_RAMPING = ("Asterix", "Seaquest", "SpaceInvaders")
 
-# How a value is described, and how 0 or False.
-_TEXTS = {
-    "env": ("{}", "{}"),
-    "frame_skip": ("{} frames per action", "{} frames per action"),
-    "noop_max": ("up to {} no-ops", "no no-ops"),
-    "sticky_actions": ("sticky actions {:g}", "no sticky actions"),
-    "full_action_space": ("all actions", "minimal action set"),
-    "life_loss": ("episodes end with a life", "episodes are whole games"),
-    "max_episode_frames": ("at most {:,} frames", "at most {:,} frames"),
-    "difficulty_ramping": ("difficulty ramping", "no difficulty ramping"),
-    "env_kwargs": ("arguments {}", "arguments {}"),
-    "mask_actions": ("actions masked", "actions masked"),
-}
-
 
 def find_protocol(flags: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The protocol of a run with these values of flags; None without --env."""
+    """The protocol of a run with these flags; None without --env."""
     # Late, because it loads the emulator.
     from torchbeast.envs import atari
 
@@ -67,15 +53,8 @@ def describe(protocol: Mapping[str, Any] | None) -> str:
     """A protocol, or a part of one, in one line."""
     if protocol is None:
         return "protocol unknown"
-    return ", ".join(_describe(name, value) for name, value in protocol.items())
-
-
-def _describe(name: str, value: Any) -> str:
-    if name == "reward_clipping":
-        texts = {"abs_one": "rewards clipped", "none": "rewards not clipped"}
-        return texts.get(value, f"rewards {value}")
-    some, none = _TEXTS.get(name, (f"{name} {{}}", f"{name} {{}}"))
-    return (some if value else none).format(value)
+    parts = (str(x) if k == "env" else f"{k} {x}" for k, x in protocol.items())
+    return ", ".join(parts)
 
 
 def split_common(
