@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 
 from torchbeast.core.distributions import make_distribution
-from torchbeast.extras.replay.implied_kl import implied_kl
+from torchbeast.extras.replay.mixer import implied_kl
 
 
 @pytest.mark.parametrize("dims", [6, 17])

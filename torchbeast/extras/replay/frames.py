@@ -1,36 +1,33 @@
 """Stacks of frames in a replay: each frame is stored once.
 
-The observation of most Atari agents is a stack of the last K frames, so two that follow
-each other share K - 1. Which spaces hold stacks, the environment says (FrameStack in
-envs/values.py). An observation that shares no frame with the one before is stored
-whole.
+Two stacks of K frames that follow each other share K - 1. Which spaces hold stacks, the
+environment says (FrameStack in envs/values.py). A stack that shares no frame with the
+one before is stored whole.
 """
 
-import math
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
-# Makes an array from its shape and dtype.
-Create = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-
 
 class Slots:
-    """The numbers 0 to size - 1, to take and to give back.
+    """The numbers of a store's places.
 
-    Numbers that were given back are taken first, so that little memory is touched.
-
-    Attributes:
-      num_free: how many can be taken.
+    Args:
+      array: int64, as long as the store; its first num_free elements are free slots.
+      make_room: called until enough are free.
     """
 
-    def __init__(self, size: int, create: Create) -> None:
-        self._free = create((size,), np.dtype(np.int64))  # a stack
+    def __init__(self, array: np.ndarray, make_room: Callable[[], None]) -> None:
+        self._free, self._make_room = array, make_room
         self.keep([])
 
     def take(self, n: int) -> np.ndarray:
-        assert n <= self.num_free, (n, self.num_free)
+        while self.num_free < n:
+            self._make_room()
         self.num_free -= n
+        # Those that were given back come first, so that little memory is touched.
         return self._free[self.num_free : self.num_free + n][::-1].copy()
 
     def give_back(self, slots: np.ndarray) -> None:
@@ -46,103 +43,33 @@ class Slots:
         self.give_back(np.flatnonzero(is_free)[::-1])
 
 
-class Plain:
-    """Values of one field, by slot. Its methods are those of FrameStacks."""
-
-    num_free = math.inf
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def find_new(self, values: np.ndarray, before: int | None) -> np.ndarray:
-        return np.zeros(0, bool)
-
-    def write(
-        self, slots: np.ndarray, values: np.ndarray, new: np.ndarray, before: int | None
-    ) -> None:
-        self.array[slots] = values
-
-    def free(self, slots: np.ndarray) -> None:
-        pass
-
-    def arrays(self) -> list[np.ndarray]:
-        return [self.array]
-
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        return self.array[slots]
-
-
 class FrameStacks:
-    """Observations that are stacks of K frames, by slot.
+    """Observations [K, ...] by slot; `numbers` [capacity, K] are of their frames."""
 
-    Args:
-      shape: of an observation, [K, ...].
-      dtype: of an observation.
-      capacity: number of observations.
-      room: number of frames. An observation needs one, if it continues the one before
-        it, else up to K.
-      create: makes the arrays.
-    """
+    def __init__(self, frames: np.ndarray, numbers: np.ndarray, slots: Slots) -> None:
+        self._frames, self.numbers, self.slots = frames, numbers, slots
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        capacity: int,
-        room: int,
-        create: Create,
-    ) -> None:
-        self._frames = create((room, *shape[1:]), dtype)
-        self._numbers = create((capacity, shape[0]), np.dtype(np.int32))
-        self.slots = Slots(room, create)
-
-    def find_new(self, stacks: np.ndarray, before: int | None) -> np.ndarray:
-        """Which frames have to be stored: [n, K] bool, for stacks [n, K, ...].
-
-        Args:
-          before: the slot of the observation before the first one, if there is any.
-        """
-        new = np.ones(stacks.shape[:2], bool)
-        last = None if before is None else self._frames[self._numbers[before]]
-        for i, frames in enumerate(stacks):
-            if last is not None and np.array_equal(frames[:-1], last[1:]):
-                new[i, :-1] = False
+    def write(self, slots: np.ndarray, stacks: np.ndarray, before: int | None) -> None:
+        """Stores stacks [n, K, ...]; `before` is the slot of the one before, if any."""
+        last = None if before is None else self[before]
+        numbers = self.numbers[before or 0]
+        for slot, stack in zip(slots, stacks, strict=True):
+            if last is not None and np.array_equal(stack[:-1], last[1:]):
+                numbers = np.append(numbers[1:], self._store(stack[-1:]))
             else:  # at the start of an episode frames are repeated
-                pixels = tuple(range(1, frames.ndim))
-                new[i, 1:] = (frames[1:] != frames[:-1]).any(pixels)
-            last = frames
-        return new
+                same = [np.array_equal(x, y) for x, y in itertools.pairwise(stack)]
+                is_new = ~np.array([False, *same])
+                numbers = self._store(stack[is_new])[is_new.cumsum() - 1]
+            self.numbers[slot], last = numbers, stack
 
-    def write(
-        self, slots: np.ndarray, stacks: np.ndarray, new: np.ndarray, before: int | None
-    ) -> None:
-        """Stores what find_new found."""
-        taken = self.slots.take(int(new.sum()))
-        self._frames[taken] = stacks[new]
-        numbers = None if before is None else self._numbers[before]
-        for slot, is_new in zip(slots, new, strict=True):
-            if is_new[0]:  # a frame that repeats the one before has its number
-                numbers = taken[is_new.cumsum() - 1]
-            else:
-                assert numbers is not None
-                numbers = np.append(numbers[1:], taken[0])
-            self._numbers[slot] = numbers
-            taken = taken[is_new.sum() :]
-
-    @property
-    def num_free(self) -> int:
-        return self.slots.num_free
-
-    def frames(self, slots: np.ndarray) -> np.ndarray:
-        """The slots of the frames of whole episodes, which share no frame."""
-        return np.unique(self._numbers[slots])
+    def _store(self, frames: np.ndarray) -> np.ndarray:
+        slots = self.slots.take(len(frames))
+        self._frames[slots] = frames
+        return slots
 
     def free(self, slots: np.ndarray) -> None:
-        self.slots.give_back(self.frames(slots))
+        """Gives back the frames of whole episodes, which share none."""
+        self.slots.give_back(np.unique(self.numbers[slots]))
 
-    def arrays(self) -> list[np.ndarray]:
-        return [self._frames, self._numbers]
-
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        """The observations [..., K, ...] in slots [...]."""
-        return self._frames[self._numbers[slots]]
+    def __getitem__(self, slots: int | np.ndarray) -> np.ndarray:
+        return self._frames[self.numbers[slots]]  # [..., K, ...] of slots [...]

@@ -1,27 +1,27 @@
 """Batches that mix online and replayed rollouts, for LASER; see episodes.py."""
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchbeast.base import ranks
-from torchbeast.base.nested import Nested, flatten, map_nested
-from torchbeast.core.finite import TOO_LARGE, bounds_rewards, find_cause
+from torchbeast.base.nested import Nested, map_nested
+from torchbeast.core.distributions import ActionDistribution, Categorical
+from torchbeast.core.finite import ENVIRONMENT_IS_THE_CAUSE, bounds_rewards, find_cause
 from torchbeast.core.means import Mean, mean
 from torchbeast.core.rollout import State
 from torchbeast.extras.replay.episodes import Reader, Replay
-from torchbeast.extras.replay.implied_kl import implied_kl
 from torchbeast.extras.replay.memory import make_replay
+
+NUM_SAMPLES = 64  # for the mean over a policy that has no sum
 
 
 class Mixer:
     """Stores the batches of a learner and adds replayed columns to them.
 
-    Args:
-      flags: replay_ratio, learn_start, reward_clipping, normalize_rewards,
-        normalize_observations.
-      initial_state: the recurrent state of a new episode, with B = 1.
+    initial_state: the recurrent state of a new episode, with B = 1.
     """
 
     def __init__(self, replay: Replay, flags: Any, initial_state: State) -> None:
@@ -35,45 +35,25 @@ class Mixer:
     def add(self, batch: dict[str, Nested], step: int) -> bool:
         """Stores a batch. Returns whether all learners may learn.
 
-        It may learn once the replay has had learn_start steps, or has been full:
+        They may once each replay has had learn_start steps, or has been full:
         unfinished episodes may keep it below learn_start.
 
         Raises:
-          FloatingPointError: the batch has values that no loss can use. It is not
-            stored, so that a resumed run does not get them from the replay.
+          FloatingPointError: no loss can use the batch. It is not stored, so that a
+            resumed run does not get it from the replay.
         """
         stored = {name: batch[name] for name in self.replay.fields}
-        arrays = map_nested(lambda x: x.cpu().numpy(), stored)
-        if not self._is_usable(arrays):
-            cause = find_cause(batch, bounds_rewards(self._flags))
-            raise FloatingPointError(
-                f"the batch at step {step} is not finite, and is not stored. {cause}"
-            )
-        self.replay.add(arrays, step)
+        rows = map_nested(lambda x: x.cpu().numpy(), stored)
+        cause = find_cause(batch, bounds_rewards(self._flags))
+        # Logits of masked actions are -inf.
+        is_right = not np.isnan(rows["policy_logits"]).any()
+        is_right = is_right and np.isfinite(rows["truncation_value"]).all()
+        if ENVIRONMENT_IS_THE_CAUSE in cause or not is_right:
+            raise FloatingPointError(f"the batch at step {step} is not finite. {cause}")
+        self.replay.add(rows, step)
         enough = self.replay.size >= self._flags.learn_start or self.replay.was_full
         self._started = self._started or enough
         return not ranks.highest(not (self._started and self.replay.size > 0))
-
-    def _is_usable(self, rows: dict[str, Nested]) -> bool:
-        """Whether the rows have no value that would make the loss NaN."""
-        # Logits of masked actions are -inf.
-        bounded = {"policy_logits": True, "truncation_value": False}
-        bounded["reward"] = bounds_rewards(self._flags)
-        bounded["observation"] = self._flags.normalize_observations
-        return all(
-            not np.isnan(x).any()
-            if is_bounded
-            else (np.abs(x) <= min(TOO_LARGE, np.finfo(x.dtype).max)).all()
-            for name, is_bounded in bounded.items()
-            for x in flatten(rows[name])
-            if x.dtype.kind == "f"
-        )
-
-    def num_missing(self) -> int:
-        """How many steps all replays need before the run may learn."""
-        start = self._flags.learn_start
-        number = 0 if self._started else max(0, start - self.replay.size)
-        return number * ranks.size()
 
     def mix(
         self, batch: dict[str, Nested], state: State
@@ -93,19 +73,19 @@ class Mixer:
             return batch, state
         rows, self._readers = self.replay.read(n)
         self.replayed_steps += rows["done"][1:].size
-        replayed = map_nested(
-            lambda x: torch.from_numpy(x).to(device, non_blocking=True), rows
-        )
+
+        def join(*columns: torch.Tensor) -> torch.Tensor:
+            return torch.cat(columns, dim=1)
+
+        def move(x: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(x).to(device, non_blocking=True)
+
         states = [reader.state or self._initial_state for reader in self._readers]
-        replayed_state = map_nested(lambda *x: torch.cat(x, dim=1), *states)
-        self._last = replayed, replayed_state
-        online = {name: batch[name] for name in replayed if name != "valid"}
-        online["valid"] = torch.ones_like(batch["done"])
-        mixed, state = map_nested(
-            lambda *x: torch.cat(x, dim=1), (online, state), self._last
-        )
-        is_replayed = torch.arange(B + n, device=device) >= B
-        return {**mixed, "replayed": is_replayed}, state
+        self._last = map_nested(move, rows), map_nested(join, *states)
+        online = {**batch, "valid": torch.ones_like(batch["done"])}
+        online = {name: online[name] for name in rows}
+        mixed, state = map_nested(join, (online, state), self._last)
+        return {**mixed, "replayed": torch.arange(B + n, device=device) >= B}, state
 
     @torch.no_grad()
     def carry_states(self, model: Any) -> None:
@@ -120,11 +100,7 @@ class Mixer:
 
     def columns(self, step: int) -> dict[str, float | None]:
         """Columns of logs.csv about the replay."""
-        ages = [
-            step - episode.stored_at
-            for reader in self._readers
-            if (episode := reader.episode) and episode.slots
-        ]
+        ages = [step - x.episode.stored_at for x in self._readers if x.episode]
         return {
             "replayed_steps": self.replayed_steps,
             "replay_fill": self.replay.size / self.replay.capacity,
@@ -140,11 +116,7 @@ class Mixer:
         distribution: Any,
         flags: Any,
     ) -> tuple[torch.Tensor, dict[str, Mean]]:
-        """Schmitt et al. 2019: replayed steps too far off policy don't count.
-
-        Args:
-          batch, outputs, valid, distribution: see impala_loss.
-          flags: kl_threshold, clip_rho.
+        """Replayed steps too far off policy don't count. Arguments: see impala_loss.
 
         Returns:
           The steps that count, [T, B] bool; columns.
@@ -153,12 +125,44 @@ class Mixer:
         kl = implied_kl(distribution, *logits, flags.clip_rho)
         rejected = kl > flags.kl_threshold
         replayed = valid & batch["replayed"]
-        return valid & ~(replayed & rejected), {
-            "frac_rejected": mean(rejected, replayed)
-        }
+        columns = {"frac_rejected": mean(rejected, replayed)}
+        return valid & ~(replayed & rejected), columns
 
 
 def make_mixer(learner: Any) -> Mixer:
     """The mixer of a Learner, with a new replay."""
     replay = make_replay(learner.flags, learner.row_spec)
     return Mixer(replay, learner.flags, learner.model.initial_state(1))
+
+
+def implied_kl(
+    distribution: ActionDistribution,
+    target: torch.Tensor,
+    behavior: torch.Tensor,
+    clip_rho: float,
+) -> torch.Tensor:
+    """KL(π ‖ π̃) [...] in nats, where π̃ ∝ min(ρ̄ μ, π) is what V-trace evaluates.
+
+    With X = max(0, log π - log μ - log ρ̄), it is E_π[X] + log E_π[exp(-X)] (section
+    4.1). Of a Categorical the means are exact, else they are over samples of π.
+
+    Args:
+      target, behavior: logits [..., num_logits] of π and μ.
+      clip_rho: ρ̄; inf gives 0.
+    """
+    if isinstance(distribution, Categorical):
+        log_target = target.log_softmax(-1)
+        log_ratio = log_target - behavior.log_softmax(-1)
+        policy = log_target.exp()
+        # An action that π never takes, maybe because it is masked, adds nothing.
+        excess = (log_ratio - math.log(clip_rho)).clamp(min=0)
+        excess = excess.masked_fill(policy == 0, 0)
+        return (policy * excess).sum(-1) + (policy * excess.neg().exp()).sum(-1).log()
+    many = target.expand(NUM_SAMPLES, *target.shape)
+    actions = distribution.sample(many)
+    log_ratio = distribution.log_prob(many, actions) - distribution.log_prob(
+        behavior.expand(many.shape), actions
+    )
+    excess = (log_ratio - math.log(clip_rho)).clamp(min=0)
+    # In the log, because the ratio of two narrow policies leaves float32's range.
+    return excess.mean(0) + excess.neg().logsumexp(0) - math.log(len(excess))
