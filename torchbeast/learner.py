@@ -204,6 +204,12 @@ class Learner:
         checkpoint.check_fit(state["model_state_dict"], self.model)
         if (old := state["flags"]["optimizer"]) != self.flags.optimizer:
             raise CheckpointError(f"the checkpoint needs --optimizer {old}")
+        if state["flags"].get("replay_ratio") and not hasattr(
+            self.flags, "replay_ratio"
+        ):
+            raise CheckpointError(
+                "the checkpoint needs extras/replay, which is deleted"
+            )
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
