@@ -181,8 +181,8 @@ def test_the_log_says_which_encoder_each_observation_gets(caplog):
     log_encoders(net, "shallow")
     count = sum(x.numel() for x in net.parameters())
     (record,) = caplog.records
-    assert "['a']: image 8×8×11 → shallow" in record.message
-    assert "['b']: 5×5×11 → MLP, images need 7 pixels" in record.message
+    assert "['a']: (8, 8, 11) → shallow" in record.message
+    assert "['b']: (5, 5, 11) → MLP" in record.message
     assert "['c']: Discrete(6) → MLP;" in record.message
-    assert "['d']: 9 → MLP;" in record.message
+    assert "['d']: (9,) → MLP;" in record.message
     assert f"{count:,} weights" in record.message

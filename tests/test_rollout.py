@@ -116,7 +116,7 @@ def test_an_output_named_like_a_field_of_the_environment_is_refused():
         (lambda x, h: x, "must return a tuple of two"),
         (
             lambda x, h: ({"policy_logits": x["policy_logits"]}, h),
-            r"baseline \[\]; its shape must begin \[1, 1\]",
+            r"baseline \[\]; .* its shape must begin \[1, 1\]",
         ),
         (
             lambda x, h: (x | {"baseline": x["baseline"].flatten()}, h),
@@ -124,7 +124,7 @@ def test_an_output_named_like_a_field_of_the_environment_is_refused():
         ),
         (
             lambda x, h: (x | {"policy_logits": x["policy_logits"][..., 1:]}, h),
-            rf"policy_logits \[1, 1, {A - 1}\]; its shape must begin \[1, 1, {A}\]",
+            rf"policy_logits \[1, 1, {A - 1}\]; .* must begin \[1, 1, {A}\]",
         ),
         (lambda x, h: (x | {"surprise": 3.0}, h), r"surprise \[\]; .* \[1, 1\]"),
         (lambda x, h: (x, h[:1]), r"a state \[\[1, 1, 256\]\]; initial_state\(\)"),

@@ -1,13 +1,10 @@
 """The model: encoders for observations, one core, two heads.
 
-`Net` follows from the observation and action spaces. Images go through a convolutional
-torso, shallow or deep. All else is flattened and goes through a small MLP; both are in
-encoders.py. The core, see recurrent.py, gets their features, the clipped last reward
-and the last action. If there are neither images nor a core, the value has an MLP of its
-own. --encoder, --core and --explorer name modules that are no part of this package.
+`Net` follows from the spaces. Images go through a convolutional torso, all else through
+an MLP, see encoders.py. The core, see recurrent.py, gets their features, the clipped
+last reward and the last action. --encoder, --core and --explorer name modules of yours.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,15 +34,13 @@ class Net(nn.Module):
 
     Args:
       observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or nested Dicts and
-        Tuples of these. If it is a Dict with a part "action_mask", actions whose mask
-        is 0 are never taken.
+        Tuples of these. If its part "action_mask" has a 0, that action is never taken.
       action_space: Discrete, MultiDiscrete or Box.
 
     Attributes:
-      bf16: run the image encoders in bfloat16; all else stays in float32, because
-        vectors may hold integers above 256, which bfloat16 rounds.
-      encoder: that of --encoder, which encodes the whole observation [N, ...] to
-        features [N, D] float32, in place of the torso and the MLP.
+      bf16: run the image encoders in bfloat16, and only them: it rounds integers above
+        256, which vectors may hold.
+      encoder: of --encoder: the whole observation [N, ...] -> features [N, D] float32.
       explorer: the acting part of --explorer, see ExplorerActor.
     """
 
@@ -61,26 +56,20 @@ class Net(nn.Module):
         if getattr(flags, "explorer", None):
             from torchbeast.extras.explorer.method import make_method  # optional
 
-            about = observation_space, self.distribution
-            method = make_method(flags.explorer, *about)
+            method = make_method(flags.explorer, observation_space, self.distribution)
             self.explorer, num_values = method.actor, 1 + method.value_head
         sizes = flags.encoder_width, flags.layer_norm
         self.encoder = make_named("--encoder", flags.encoder, observation_space, *sizes)
-        leaves = [] if self.encoder else list(iterate_space(observation_space))
+        leaves = [] if self.encoder else iterate_space(observation_space)
         self.is_image = [is_image(space) for space in leaves]
+        images, vectors = self._split(leaves)
         self.images = nn.ModuleList(
-            encoders.ImageEncoder(space, flags.model, *sizes)
-            for space in leaves
-            if is_image(space)
+            encoders.ImageEncoder(space, flags.model, *sizes) for space in images
         )
-        vectors = [s for s in leaves if not is_image(s)]
         settings = vectors, flags.model, flags.normalize_observations, *sizes
         self.vector = VectorEncoder(*settings) if vectors else None
-        self.return_moments: RunningMoments | None = None
-        if flags.normalize_rewards:
-            self.return_moments = RunningMoments(())
-            self.discounting = flags.discounting
-
+        self.return_moments = RunningMoments(()) if flags.normalize_rewards else None
+        self.discounting = flags.discounting
         rows = rollout.example_rows(observation_space, self.distribution)
         self.explorer_states = 0
         if self.explorer is not None:
@@ -115,15 +104,13 @@ class Net(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         """The state of new episodes: tensors [layers, B, size] float32.
 
-        The core's state, if there is a core; then, if rewards are normalized, the
-        discounted sum of the rewards so far [1, B, 1]; then the explorer's state.
+        That of the core; if rewards are normalized, their discounted sum so far
+        [1, B, 1]; that of the explorer.
         """
         device = self.policy.weight.device
-        sizes = []
-        if self.core is not None:
-            sizes += self.core.state_sizes(batch_size)
+        sizes = self.core.state_sizes(batch_size) if self.core is not None else []
         if self.return_moments is not None:
-            sizes.append((1, batch_size, 1))
+            sizes = [*sizes, (1, batch_size, 1)]
         state = tuple(torch.zeros(size, device=device) for size in sizes)
         if self.explorer is not None:
             state += self.explorer.initial_state(batch_size)
@@ -137,16 +124,14 @@ class Net(nn.Module):
         Args:
           rows: observation [T, B, ...] in the structure of the space, reward [T, B]
             float32, done [T, B] bool, last_action [T, B, ...].
-          state: state before row 0, see initial_state. If done, the state, the reward
-            and the last action belong to the previous episode, and are zeroed.
-          acting: true in actors. All outputs are then stored in the rollout, so leave
-            out what only a loss needs.
+          state: before row 0, see initial_state. If done, the state, the reward and
+            the last action belong to the previous episode, and are zeroed.
+          acting: true in actors, which store all outputs in the rollout.
 
         Returns:
           policy_logits [T, B, P] and baseline [T, B], or [T, B, K] if there are K
-          values, float32; if rewards are normalized and not acting, also reward [T, B],
-          to learn from instead of the environment's; if acting, also the explorer's
-          fields. And the last state.
+          values, float32. Acting, also the explorer's fields. Not acting, if rewards
+          are normalized, reward [T, B] to learn from. And the last state.
         """
         T, B = rows["reward"].shape
         fields: dict[str, torch.Tensor] = {}
@@ -181,12 +166,9 @@ class Net(nn.Module):
     ) -> torch.Tensor:
         """The input of the core: features [T * B, D] float32 of rows [T, B, ...].
 
-        Args:
-          vector: encodes what is not an image: self.vector, or for the values
-            self.value_vector, if there is one.
-
-        To encode the parts of a Dict observation yourself, use their names, such as
-        `rows["observation"]["map"]`. D follows from what this returns.
+        `vector` encodes what is no image: self.vector, or for the values
+        self.value_vector. To encode the parts of a Dict yourself, use their names, such
+        as `rows["observation"]["map"]`. D follows from what this returns.
         """
         T, B = rows["reward"].shape
         images, vectors = self._leaves(rows)
@@ -198,9 +180,8 @@ class Net(nn.Module):
             features.append(self.explorer.features(rows))
         device = rows["reward"].device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            features += [
-                encode(x) for encode, x in zip(self.images, images, strict=True)
-            ]
+            pairs = zip(self.images, images, strict=True)
+            features += [encode(x) for encode, x in pairs]
         if vector := vector or self.vector:
             features.append(vector(vectors))
         goes_on = (~rows["done"]).reshape(T * B, 1)
@@ -220,17 +201,12 @@ class Net(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Losses of your own heads, by name. The learner adds their sums.
 
-        Args:
-          batch: rollouts [T + 1, B, ...], see torchbeast/core/rollout.py.
-          outputs: the outputs of forward for them.
-          targets: vs and pg_advantages [T, B], see core/vtrace.py.
-          valid: [T, B] bool, the steps that count.
-          flags: of the run.
-          progress: the share of the run before this update, from 0 to 1.
+        A scalar is one column of logs.csv, [K] are K columns (one per task, for
+        example); of larger ones the sum is logged. The arguments: see impala_loss.
 
-        Returns:
-          Losses of any shape. A scalar is one column of logs.csv, [K] are K columns
-          (one per task, for example); of larger ones the sum is logged.
+        Args:
+          outputs: of forward for the batch.
+          targets: vs and pg_advantages [T, B], see core/vtrace.py.
         """
         return {}
 
@@ -244,7 +220,7 @@ class Net(nn.Module):
         """Adds a batch [T + 1, B, ...] to the running moments.
 
         Args:
-          state: before row 0. Row 0 is skipped: it is row T of the rollout before.
+          state: before row 0, which is skipped: it is row T of the rollout before.
           joined: joins a tensor with those of other learners, along a dimension.
         """
         if self.vector and self.vector.moments:
@@ -256,25 +232,20 @@ class Net(nn.Module):
             returns = self._running_returns(batch, before)
             self.return_moments.update(joined(returns[1:].flatten(), 0))
 
-    def _leaves(
-        self, rows: dict[str, Any]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The observations of rows [T, B, ...] as images and others [T * B, ...]."""
-        leaves = [
-            leaf.flatten(0, 1)
-            for leaf in iterate_observation(self.observation_space, rows["observation"])
+    def _split(self, leaves: list) -> tuple[list, list]:
+        """Those of the images, and the others."""
+        pairs = list(zip(leaves, self.is_image, strict=False))  # none with --encoder
+        return [x for x, image in pairs if image], [
+            x for x, image in pairs if not image
         ]
-        images = list(itertools.compress(leaves, self.is_image))
-        others = itertools.compress(leaves, [not image for image in self.is_image])
-        return images, list(others)
 
-    def _running_returns(
-        self, rows: dict[str, Any], before: torch.Tensor
-    ) -> torch.Tensor:
-        """Discounted sums of the rewards of an episode up to each row: [T, B].
+    def _leaves(self, rows: dict[str, Any]) -> tuple[list, list]:
+        """The observations of rows [T, B, ...] as images and others [T * B, ...]."""
+        leaves = iterate_observation(self.observation_space, rows["observation"])
+        return self._split([x.flatten(0, 1) for x in leaves])
 
-        In a row with done, the sum is that of the episode that has ended.
-        """
+    def _running_returns(self, rows: dict, before: torch.Tensor) -> torch.Tensor:
+        """Discounted sums [T, B] of the rewards of the episode that led to each row."""
         sums, last = [], before[0, :, 0]  # [B]
         for reward, done in zip(rows["reward"], rows["done"], strict=True):
             sums.append(reward + self.discounting * last)
@@ -293,5 +264,5 @@ def make_model(
     action_space: spaces.Space,
     device: torch.device,
 ) -> Net:
-    """Makes the model of the flags. docs/forking.md lists what another model needs."""
+    """Makes the model of the flags. docs/forking.md says what another one needs."""
     return Net(flags, observation_space, action_space).to(device)

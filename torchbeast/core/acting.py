@@ -1,7 +1,4 @@
-"""Acting: one decision of the model.
-
-MonoBeast's actors, PolyBeast's inference, evaluation and agent.py use `act_step`.
-"""
+"""Acting: `act_step` is one decision of the model, in actors and in evaluations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +23,7 @@ class ModelError(UserError, ValueError):
 
 
 def prepare_to_act(model: Net, compiler: str | None = None) -> Net:
-    """Prepares a model to act: eval mode and, on the CPU, the dtype of the encoders.
-
-    Args:
-      compiler: a mode of torch.compile, see --compile.
-    """
+    """Prepares a model to act; `compiler` is a mode of torch.compile."""
     model.eval()
     device = next(model.parameters()).device
     if device.type == "cpu":
@@ -65,9 +58,8 @@ def act_step(
       env_row: environment outputs [1, n, ...], see rollout.env_fields.
       state: the recurrent state before the row.
       choose: maps policy logits [1, n, P] to actions [1, n, ...].
-      policy_version: the version of the model's weights.
-      final_observation: if this step truncated episodes, their real last observations
-        [1, n, ...], of which those with env_row["truncated"] are valid; else None.
+      final_observation: if this step truncated episodes, the real last observations
+        [1, n, ...], valid where env_row["truncated"].
 
     Returns:
       The agent's fields of the row [1, n, ...]: action, truncation_value,
@@ -96,14 +88,14 @@ def check_result(result: Any, state: State, num_logits: int) -> None:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ModelError("forward() of the model must return a tuple of two")
     outputs, after = result
-    for name in sorted({"policy_logits", "baseline", *outputs}):
-        wanted = [1, 1, *([num_logits] if name == "policy_logits" else [])]
+    for name in ("policy_logits", "baseline", *outputs):
+        shape = [1, 1, num_logits][: 3 if name == "policy_logits" else 2]
         for x in flatten(outputs.get(name)):
             found = list(getattr(x, "shape", ()))
-            if found[: len(wanted)] != wanted:
+            if found[: len(shape)] != shape:
                 raise ModelError(
-                    f"for T = B = 1, forward() of the model returned {name} {found}; "
-                    f"its shape must begin {wanted}"
+                    f"forward() of the model returned {name} {found}; for T = B = 1 "
+                    f"its shape must begin {shape}"
                 )
     old, new = ([list(x.shape) for x in flatten(y)] for y in (state, after))
     if old != new:
@@ -114,11 +106,8 @@ def check_result(result: Any, state: State, num_logits: int) -> None:
 def row_spec(model: Net) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of all fields of a row.
 
-    The model acts on an example row: whatever it outputs while acting is a field.
-
-    Raises:
-      ModelError: an output has the name of a field of the environment or another shape
-        than docs/forking.md says, or the state changes its shape.
+    Whatever the model outputs while acting is a field. Raises ModelError if an output
+    has the name of a field of the environment, or a shape is wrong.
     """
     was_training = model.training
     model.eval()  # draw no random numbers
@@ -134,7 +123,7 @@ def row_spec(model: Net) -> dict[str, Nested]:
     if twice := sorted(environment.keys() & outputs.keys()):
         raise ModelError(
             f"the model outputs {', '.join(twice)} while acting, a name of a field of "
-            "the environment: rename the output, or leave it out if acting"
+            "the environment"
         )
     agent = map_nested(lambda x: rollout.Spec(tuple(x.shape[2:]), x.dtype), outputs)
     return environment | agent

@@ -23,21 +23,13 @@ def create_buffers(
     spec: Nested,
     leading: tuple[int, ...],
     what: str = "the rollout buffers",
-    lower: str = (
-        "lower --num_buffers, --unroll_length, --num_actors or --envs_per_actor"
-    ),
+    lower: str = "lower --num_buffers, --unroll_length, --num_actors, --envs_per_actor",
 ) -> Nested:
     """Makes zeroed tensors [*leading, *shape] in shared memory, nested as the spec is.
 
     Their files are unlinked at once, so nothing stays behind however the processes end.
     All pages are allocated now: if memory ran out later, SIGBUS would kill a process.
-
-    Args:
-      what: name of the tensors in messages.
-      lower: advice for using less memory, in messages.
-
-    Raises:
-      SharedMemoryError: less shared memory, or memory, is free than the buffers need.
+    Raises SharedMemoryError if less is free; it names `what`, and what to `lower`.
     """
     # Each tensor is one file, made of whole pages.
     sizes = [math.prod((*leading, *s.shape, s.dtype.itemsize)) for s in flatten(spec)]
@@ -60,5 +52,4 @@ def create_buffers(
 
 def step_counters(count: int) -> torch.Tensor:
     """[count] int64 zeros in shared memory, for StepWatch."""
-    spec = Spec((), torch.int64)
-    return create_buffers(spec, (count,), "step counters", "free some")
+    return create_buffers(Spec((), torch.int64), (count,), "step counters", "free some")

@@ -1,7 +1,7 @@
-"""Sums and means over the steps of a batch, of which several learners have a part each.
+"""Sums and means over the steps of a batch, of which each learner has a part.
 
-This is the only arithmetic that knows of other learners. A mean is a sum and a count:
-both are added up over all learners, and divided at the end.
+No other arithmetic knows of several learners. A mean is a sum and a count: both are
+added up over all learners, and divided at the end.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,12 +28,9 @@ def normalize(
 ) -> torch.Tensor:
     """Centres and scales advantages (Schulman et al. 2017, in PPO's implementations).
 
-    They contain the weights min(rho, clip_pg_rho), so the mean gets these, too. Without
-    them, advantages that are all equal would change the policy.
-
-    Args:
-      advantages, weights: [T, B] float, 0 at steps that don't count.
-      valid: [T, B] bool, the steps that count.
+    They [T, B] contain weights [T, B], min(rho, clip_pg_rho), so the mean gets these,
+    too. Without them, advantages that are all equal would change the policy. Both are 0
+    at steps that don't count.
     """
     total = ranks.total
     sums = total(advantages.sum()), total(weights.sum())
@@ -48,14 +45,9 @@ def fetch(
 ) -> Callable[[], dict[str, Any]]:
     """Begins to copy columns to the CPU's memory, all at once.
 
-    Args:
-      columns: Means, and tensors or numbers.
-      sums: names of sums over the batch. They and means become those of all learners;
-        other columns stay this learner's.
-
-    Returns:
-      A function that waits for the copy, and returns the columns. A mean over no step
-      is None.
+    Those that `sums` names, and Means, become those of all learners; other tensors and
+    numbers stay this learner's. Returns a function that waits for the copy, and returns
+    the columns. A mean over no step is None.
     """
     added = {name: columns[name] for name in sums}
     own = {name: x for name, x in columns.items() if name not in added}

@@ -4,8 +4,8 @@ A rollout of one environment has T + 1 rows, where T is the unroll length. Row 0
 last row of the previous rollout. A row joins the output of the environment with the
 output of the agent for it:
 
-    environment   observation, last_action, FIELDS, and the EXTRA_FIELDS of a fork;
-                  see envs/extra_fields.py
+    environment   observation, last_action, FIELDS and EXTRA_FIELDS; see
+                  envs/extra_fields.py
     agent         action, truncation_value, policy_version, and all that the model
                   outputs while acting: policy_logits, baseline; see acting.act_step
 
@@ -53,14 +53,11 @@ State = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One field of one row: shape without time and batch, and dtype.
-
-    `is_stack`: the first dimension counts frames, see envs/values.py.
-    """
+    """One field of one row: shape without time and batch, and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_stack: bool = False
+    is_stack: bool = False  # the first dimension counts frames, see envs/values.py
 
 
 @functools.cache
@@ -88,10 +85,10 @@ def env_fields(
     return {
         "observation": observation_spec(observation_space),
         "last_action": Spec(distribution.action_shape, distribution.action_dtype),
-        **{name: Spec((), to_torch_dtype(dtype)) for name, dtype in FIELDS.items()},
+        **{k: Spec((), to_torch_dtype(dtype)) for k, dtype in FIELDS.items()},
         **{
-            name: Spec(tuple(field.shape), to_torch_dtype(field.dtype))
-            for name, field in EXTRA_FIELDS.items()
+            k: Spec(tuple(field.shape), to_torch_dtype(field.dtype))
+            for k, field in EXTRA_FIELDS.items()
         },
     }
 
@@ -114,16 +111,14 @@ def example_rows(
 
 
 def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
-    """Prepares a row for the model.
+    """Prepares a row for the model: takes the final_... fields away.
 
-    To get the value of a final observation, `act_step` passes a row that holds it, with
-    truncated set and done not set. There the final_... fields replace the EXTRA_FIELDS.
-    In all other rows they are only removed.
+    Where truncated is set and done is not, the row holds a final observation, see
+    `act_step`: there they replace the EXTRA_FIELDS.
     """
     shown = dict(row)
     for name in EXTRA_FIELDS:
-        final = shown.pop(final_name(name), None)
-        if final is not None:
+        if (final := shown.pop(final_name(name), None)) is not None:
             ended = row["truncated"] & ~row["done"]
             ended = ended.reshape(*ended.shape, *[1] * (final.dim() - ended.dim()))
             shown[name] = torch.where(ended, final, row[name])
@@ -146,23 +141,19 @@ def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
 
     The previous rollout has counted row 0 already, as its row T.
     """
-    done, game_over = batch["done"][1:], batch["game_over"][1:]
-    done = done & (batch["episode_step"][1:] > 0)  # not if none of its steps counts
-    return {
-        "episode_return": batch["episode_return"][1:][done].tolist(),
-        "episode_step": batch["episode_step"][1:][done].tolist(),
-        "game_return": batch["game_return"][1:][game_over].tolist(),
-        "game_step": batch["game_step"][1:][game_over].tolist(),
-    }
+    over = batch["game_over"]
+    done = batch["done"] & (
+        batch["episode_step"] > 0
+    )  # not if none of its steps counts
+    ends = {"episode_return": done, "episode_step": done}
+    ends |= {"game_return": over, "game_step": over}
+    return {name: batch[name][1:][x[1:]].tolist() for name, x in ends.items()}
 
 
 def minibatches(
     batch: dict[str, Nested], initial_state: State, count: int
 ) -> Iterator[tuple[dict[str, Nested], State]]:
-    """Splits a batch [T + 1, B, ...] into `count` parts of about B / count rollouts.
-
-    Each call chooses anew which rollouts are in which part.
-    """
+    """Splits a batch [T + 1, B, ...] at random into parts of about B / count."""
     if count == 1:
         yield batch, initial_state
         return
@@ -174,21 +165,15 @@ def minibatches(
 def cut_at_episodes(
     batch: dict[str, Nested], state: State
 ) -> tuple[dict[str, Nested], State]:
-    """Splits rollouts where episodes end, so that each part has steps of one episode.
+    """Splits rollouts [T + 1, B, ...] where episodes end: one episode per part.
 
-    Each part still has T + 1 rows, and its steps keep their t. The row after an
-    episode's last step is the first of the next episode, as in the rollout. All other
-    rows are padding: zeros, but the observation repeats the part's first one, because
-    zero may not be in the space.
-
-    Args:
-      batch: rollouts [T + 1, B, ...].
-      state: the recurrent state [layers, B, ...] before row 0.
+    A part has T + 1 rows, too, and its steps keep their t. The row after the last step
+    is the first of the next episode, as before. The other rows are padding: zeros, but
+    the part's first observation, because zero may not be in the space.
 
     Returns:
-      Rollouts [T + 1, N, ...], N >= B, with the field `valid` [T + 1, N] bool:
-      which rows hold an observation of the rollout's episode. And the state before row
-      0.
+      Rollouts [T + 1, N, ...], N >= B, with the field `valid` [T + 1, N] bool: which
+      rows are of the part's episode. And the state [layers, N, ...] before row 0.
     """
     begins = batch["done"].clone()
     begins[0] = True
@@ -203,9 +188,9 @@ def cut_at_episodes(
         other = x[begin, columns] if name == "observation" else x.new_zeros(())
         return torch.where(rows, x[:, columns], other)
 
-    per_column = {"replayed"} & batch.keys()
-    cut: dict[str, Nested] = {name: batch[name][columns] for name in per_column}
-    for name in batch.keys() - REPLAY_FIELDS:
-        cut[name] = map_nested(functools.partial(keep, name), batch[name])
+    fields = batch.keys() - REPLAY_FIELDS
+    cut = {k: map_nested(functools.partial(keep, k), batch[k]) for k in fields}
+    if "replayed" in batch:
+        cut["replayed"] = batch["replayed"][columns]
     valid = batch.get("valid", torch.ones_like(batch["done"]))[:, columns]
     return {**cut, "valid": valid & inside}, tuple(x[:, columns] for x in state)

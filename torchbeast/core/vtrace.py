@@ -1,17 +1,14 @@
-"""V-trace: off-policy corrected value targets and policy-gradient advantages.
-
-And the losses of the policy and the values that learn from them.
+"""V-trace: off-policy corrected targets and advantages; losses that learn from them.
 
 Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
 Actor-Learner Architectures", 2018, section 4.1. https://arxiv.org/abs/1802.01561
 
-T is the unroll length, B the batch size, A the number of actions. C... are extra
-trailing dimensions, for example one for several value heads. The values have all of
-them. In the other arguments each may be 1 and is broadcast, so that all value heads can
-share rewards [T, B, 1].
+T is the unroll length, B the batch size, A the number of actions. The values may have
+trailing dimensions C..., for example one for several heads. In the other arguments each
+may be 1: then all heads share it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +45,7 @@ def action_log_probs(
 
 
 def finite(log_probs: torch.Tensor) -> torch.Tensor:
-    """Replaces -inf by the lowest finite number, so that 0 * x is 0 and not NaN.
-
-    The gradient is 0 there.
-    """
+    """Replaces -inf by the lowest finite number: 0 * x is 0, and so is its gradient."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
 
 
@@ -59,12 +53,8 @@ def from_logits(
     behavior_policy_logits: torch.Tensor,
     target_policy_logits: torch.Tensor,
     actions: torch.Tensor,
-    discounts: torch.Tensor,
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    bootstrap_value: torch.Tensor,
-    clip_rho_threshold: float | None = 1.0,
-    clip_pg_rho_threshold: float | None = 1.0,
+    *steps: Any,
+    **thresholds: Any,
 ) -> VTraceFromLogitsReturns:
     """V-trace for a categorical policy.
 
@@ -72,16 +62,14 @@ def from_logits(
       behavior_policy_logits, target_policy_logits: [T, B, A] float, of the policy μ
         that acted and of the policy π that learns.
       actions: [T, B] integer, sampled from μ.
-      The others, and the errors: see from_importance_weights.
+      The others, and the errors: those of from_importance_weights after log_rhos.
     """
     behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
     target_log_probs = action_log_probs(target_policy_logits, actions)
     log_rhos = target_log_probs - behavior_log_probs
-    steps = log_rhos, discounts, rewards, values, bootstrap_value
-    returns = from_importance_weights(*steps, clip_rho_threshold, clip_pg_rho_threshold)
-    return VTraceFromLogitsReturns(
-        *returns, log_rhos, behavior_log_probs, target_log_probs
-    )
+    returns = from_importance_weights(log_rhos, *steps, **thresholds)
+    log_probs = behavior_log_probs, target_log_probs
+    return VTraceFromLogitsReturns(*returns, log_rhos, *log_probs)
 
 
 @torch.no_grad()
@@ -113,24 +101,18 @@ def from_importance_weights(
         cut (Schmitt et al. 2019, section 4.2): the target is the value itself, and the
         advantage is 0.
 
-    Returns:
-      VTraceReturns, without gradients.
-
-    Raises:
-      ValueError: the shapes don't fit.
+    No gradient flows out. Raises ValueError if the shapes don't fit.
     """
     heads = [1] * (values.dim() - 2)
     if log_rhos.dim() == 2:
         log_rhos = log_rhos.reshape(*log_rhos.shape, *heads)
     steps = log_rhos, discounts, rewards
-    if bootstrap_value.shape != values.shape[1:] or not all(
-        x.dim() == values.dim() and x.shape[:2] == values.shape[:2] for x in steps
-    ):
+    wanted = values.dim(), values.shape[:2]
+    fit = all((x.dim(), x.shape[:2]) == wanted for x in steps)
+    if not fit or bootstrap_value.shape != values.shape[1:]:
         shapes = [list(x.shape) for x in (*steps, values, bootstrap_value)]
-        raise ValueError(
-            "the shapes of log_rhos, discounts, rewards, values and bootstrap_value "
-            f"don't fit: {shapes}"
-        )
+        names = "log_rhos, discounts, rewards, values, bootstrap_value"
+        raise ValueError(f"the shapes of {names} don't fit: {shapes}")
     rhos = log_rhos.exp()  # [T, B, C... or 1...]
     cs = trace_decay * _clip(rhos, clip_c_threshold)
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
@@ -143,7 +125,7 @@ def from_importance_weights(
     decays = discounts * cs
     acc = torch.zeros_like(bootstrap_value)
     corrections = torch.empty_like(values)
-    for t in reversed(range(values.shape[0])):
+    for t in reversed(range(len(values))):
         acc = deltas[t] + decays[t] * acc
         corrections[t] = acc
     vs = values + corrections
@@ -165,8 +147,8 @@ def policy_loss(
     """The loss whose gradient is the policy gradient, with PPO's clipping.
 
     Args:
-      log_probs: [T, B] of the actions, by the policy that learns.
-      rhos: [T, B], their ratios to the probabilities by the policy that acted.
+      log_probs, rhos: [T, B] of the actions, by the policy that learns; and their
+        ratios to the probabilities by the policy that acted.
       advantages: [T, B]; 0 at steps that don't count.
       clip_ratio: PPO's epsilon; inf: no clipping.
 
