@@ -1,7 +1,5 @@
 """Games that are learned in seconds, if the agent tells them apart and remembers."""
 
-from typing import Any
-
 import gymnasium as gym
 import numpy as np
 from environments import Recall
@@ -19,23 +17,21 @@ class Pennies(gym.Env):
     ACTIONS = 4
     WIDTH = 6  # of the observation
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.Box(0.0, 1.0, (self.WIDTH,))
         self.action_space = spaces.Discrete(self.ACTIONS)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         return self._show(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         reward = self.VALUE * (action == self.shown)
         self.steps += 1
         return self._show(), reward, self.steps == self.LENGTH, False, {}
 
-    def _show(self) -> np.ndarray:
+    def _show(self):
         self.shown = int(self.np_random.integers(self.ACTIONS))
         return np.eye(self.ACTIONS, self.WIDTH, dtype=np.float32)[self.shown]
 
@@ -54,8 +50,6 @@ class Repeat(Recall):
     2 at best, and 4 with one.
     """
 
-    def step(
-        self, action: int
-    ) -> tuple[tuple[Any, ...], float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         observation, _, over, truncated, info = super().step(action)
         return observation, float(action == self.digit), over, truncated, info

@@ -6,7 +6,6 @@ Each has a simple optimal policy with a known return, so tests can also train on
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -26,7 +25,7 @@ class GridWorld(gym.Env):
     LIMIT = 30
     MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
-    def __init__(self) -> None:
+    def __init__(self):
         shape = (self.HEIGHT, self.WIDTH, 2)
         high = np.array([self.HEIGHT - 1, self.WIDTH - 1], np.float32)
         self.observation_space = spaces.Dict(
@@ -42,9 +41,7 @@ class GridWorld(gym.Env):
         )
         self.action_space = spaces.Discrete(len(self.MOVES))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         size = self.HEIGHT * self.WIDTH
         start, goal = self.np_random.choice(size, 2, replace=False)
@@ -53,9 +50,7 @@ class GridWorld(gym.Env):
         self.steps = 0
         return self._observation(moved=False), {"distance": self._distance()}
 
-    def step(
-        self, action: int
-    ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         before = self.position
         limits = (self.HEIGHT - 1, self.WIDTH - 1)
         self.position = np.clip(before + self.MOVES[action], 0, limits)
@@ -69,10 +64,10 @@ class GridWorld(gym.Env):
             {"distance": distance},
         )
 
-    def _distance(self) -> int:
+    def _distance(self):
         return int(np.abs(self.position - self.goal).sum())
 
-    def _observation(self, moved: bool) -> dict[str, Any]:
+    def _observation(self, moved):
         board = np.zeros((self.HEIGHT, self.WIDTH, 2), np.uint8)
         board[(*self.position, 0)] = 255
         board[(*self.goal, 1)] = 255
@@ -89,21 +84,17 @@ class Locks(gym.Env):
     DIALS = (3, 2, 4)
     LENGTH = 7
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.MultiDiscrete(self.DIALS)
         self.action_space = spaces.MultiDiscrete(self.DIALS)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         self.shown = self.np_random.integers(self.DIALS)
         return self.shown, {}
 
-    def step(
-        self, action: np.ndarray
-    ) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         assert self.action_space.contains(np.asarray(action)), action
         reward = float(np.mean(action == self.shown))
         self.steps += 1
@@ -119,22 +110,18 @@ class Steering(gym.Env):
 
     LENGTH = 9
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.Box(-3.0, 3.0, (2,), np.float64)
         low, high = np.array([-1.0, -0.5]), np.array([1.0, 2.0])
         self.action_space = spaces.Box(low, high, dtype=np.float64)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         self.point = self.np_random.uniform(-1, 1, 2)
         return self.point, {}
 
-    def step(
-        self, action: np.ndarray
-    ) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         # A policy over real numbers samples actions beyond the bounds. The caller of
         # step() has to clip them.
         low, high = self.action_space.low - 1e-5, self.action_space.high + 1e-5
@@ -156,30 +143,26 @@ class Recall(gym.Env):
     DIGITS = 3
     LENGTH = 4
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.Tuple(
             (spaces.Discrete(self.DIGITS + 1), spaces.MultiBinary(self.LENGTH))
         )
         self.action_space = spaces.Discrete(self.DIGITS, start=1)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         self.digit = int(self.np_random.integers(1, self.DIGITS + 1))
         return self._observation(self.digit), {}
 
-    def step(
-        self, action: int
-    ) -> tuple[tuple[Any, ...], float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         assert self.action_space.contains(int(action)), action
         self.steps += 1
         over = self.steps == self.LENGTH
         reward = float(over and action == self.digit)
         return self._observation(0), reward, over, False, {}
 
-    def _observation(self, shown: int) -> tuple[Any, ...]:
+    def _observation(self, shown):
         left = np.arange(self.LENGTH) < self.LENGTH - self.steps
         return shown, left.astype(np.int8)
 
@@ -192,19 +175,17 @@ class SeedLog(gym.Env):
 
     LENGTH = 3
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
         self.action_space = spaces.Discrete(2)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.seed = seed
         self.steps = 0
         return np.zeros(2, np.float32), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         if self.steps == 0:
             with open(os.environ["SEED_FILE"], "a", encoding="utf-8") as file:
                 file.write(f"{self.seed}\n")
@@ -221,19 +202,17 @@ class Goals(gym.Env):
 
     GOALS = 100
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.Box(0, self.GOALS, (2,), np.float32)
         self.action_space = spaces.Discrete(3)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.goal = int(self.np_random.integers(1, self.GOALS))
         self.steps = 0
         return self._observation(), {"goal": self.goal, "count": -1}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         self.steps += 1
         over = self.steps == 3 + self.goal % 4
         info = {"goal": self.goal, "count": self.steps}
@@ -241,7 +220,7 @@ class Goals(gym.Env):
         even = self.goal % 2 == 0
         return self._observation(), reward, over and not even, over and even, info
 
-    def _observation(self) -> np.ndarray:
+    def _observation(self):
         return np.array([self.goal, self.steps], np.float32)
 
 
@@ -255,19 +234,17 @@ class CombinationLock(gym.Env):
 
     LENGTH = 16
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.observation_space = spaces.Discrete(self.LENGTH)
         self.action_space = spaces.Discrete(2)
         self.buttons = np.random.default_rng(1).integers(2, size=self.LENGTH)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[int, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.place = 0
         return self.place, {}
 
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         right = action == self.buttons[self.place]
         self.place += 1
         over = not right or self.place == self.LENGTH
@@ -284,27 +261,25 @@ class Corridor(gym.Env):
 
     FLOOR, END, AGENT = 1, 8, 10  # MiniGrid's objects
 
-    def __init__(self, length: int = 16) -> None:
+    def __init__(self, length=16):
         self.length = length
         self.observation_space = spaces.Box(0, 255, (1, length, 3), np.uint8)
         self.action_space = spaces.Discrete(2)
         self.buttons = np.random.default_rng(1).integers(2, size=length)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.place = self.steps = 0
         return self._observation(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         right = action == self.buttons[self.place]
         self.place = self.place + 1 if right else 0
         self.steps += 1
         over, truncated = self.place == self.length - 1, self.steps == 2 * self.length
         return self._observation(), float(over), over, truncated, {}
 
-    def _observation(self) -> np.ndarray:
+    def _observation(self):
         grid = np.zeros(self.observation_space.shape, np.uint8)
         grid[0, :, 0] = self.FLOOR
         grid[0, -1, 0] = self.END
@@ -320,9 +295,7 @@ class Blank(gym.Env):
     observation = np.zeros(2, np.float32)
     steps = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         self.steps = 0
         return self.observation, {}
 
@@ -332,14 +305,12 @@ class Lives(Blank):
 
     LIVES = 3
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         if seed is not None:  # a new game, not only a new life
             self.steps = 0
         return self.observation, {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         self.steps += 1
         info = {GAME_OVER: self.steps == 4 * self.LIVES}
         return self.observation, 5.0, self.steps % 4 == 0, False, info
@@ -348,7 +319,7 @@ class Lives(Blank):
 class Digits(Blank):
     """Choose 5 digits of a number in base 3, which is the return of the game."""
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         self.steps += 1
         reward = float(action * 3 ** (self.steps - 1))
         return self.observation, reward, self.steps == 5, False, {}
@@ -359,7 +330,7 @@ class Pauses(Blank):
 
     SECONDS = 1.5
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         self.steps += 1
         if self.steps == 1:
             time.sleep(self.SECONDS)
@@ -381,7 +352,7 @@ class SignsInNetHack(gym.Env):
     MESSAGES = ("You see here a gold piece.", "The door is locked.")
     LENGTH = 10
 
-    def __init__(self) -> None:
+    def __init__(self):
         size = (self.HEIGHT, self.WIDTH)
         limits = np.iinfo(np.int32)
         self.observation_space = spaces.Dict(
@@ -393,21 +364,17 @@ class SignsInNetHack(gym.Env):
         )
         self.action_space = spaces.MultiDiscrete([2, 2, 2, 2])
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.steps = 0
         return self._observation(), {}
 
-    def step(
-        self, action: np.ndarray
-    ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         reward = float(np.mean(action == self.signs))
         self.steps += 1
         return self._observation(), reward, self.steps == self.LENGTH, False, {}
 
-    def _observation(self) -> dict[str, Any]:
+    def _observation(self):
         random = self.np_random
         self.signs = random.integers(2, size=4)
         beside, half, hurt, text = self.signs
@@ -429,7 +396,7 @@ class SignsInNetHack(gym.Env):
 class SlowWhileMarked(gym.Wrapper):
     """For --wrapper: each step takes 20 ms while there is a file SLOW_FILE."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         if Path(os.environ["SLOW_FILE"]).exists():
             time.sleep(0.02)
         return self.env.step(action)
@@ -438,7 +405,7 @@ class SlowWhileMarked(gym.Wrapper):
 class SlowInOne(gym.Wrapper):
     """For --wrapper: steps take 100 ms with the first of several learners."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         if os.environ["RANK"] == "0":
             time.sleep(0.1)
         return self.env.step(action)

@@ -6,13 +6,13 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
+from small_envs import env_flags
 from test_evaluate import make_flags
 
 from torchbeast.core.acting import to_tensors
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.action_masks import MaskFromInfo
 from torchbeast.envs.environment import Environment
-from torchbeast.envs.values import InvalidEnvironmentError
+from torchbeast.envs.values import InvalidEnvironmentError, MaskFromInfo
 from torchbeast.model import make_model
 
 
@@ -158,58 +158,43 @@ def test_masked_logits():
 
 
 class Wrong(InInfo):
-    def __init__(self, action_space=None, info=None):
-        self.action_space = action_space or spaces.Discrete(5)
-        self.info = info or {}
+    def __init__(self, **info):
+        self.info = info
 
     def draw(self):
         return np.zeros(3, np.float32), self.info
 
 
 def test_the_mask_is_that_of_the_info():
-    env = MaskFromInfo(Wrong(info={"action_mask": [True, 0, 2.5, 0, 0]}))
+    env = MaskFromInfo(Wrong(action_mask=[True, 0, 2.5, 0, 0]))
     observation, _ = env.reset()
     assert observation["action_mask"].tolist() == [1, 0, 1, 0, 0]
     assert env.observation_space.contains(observation)
 
 
-@pytest.mark.parametrize(
-    ("env", "match"),
-    [
-        (Wrong(spaces.Box(-1, 1, (2,))), "Only Discrete and MultiDiscrete"),
-        (Wrong(info={"mask": 3}), r"has None .*\['mask'\]"),
-        (Wrong(info={"action_mask": np.ones(4)}), "needs 5 numbers"),
-        (Wrong(info={"action_mask": [1, 0, None, 0, 0]}), "a list of 5 values"),
-        (Wrong(info={"action_mask": list("10010")}), "a list of 5 values"),
-        (Wrong(info={"action_mask": []}), "a list of 0 values"),
-    ],
-)
-def test_infos_that_can_not_be_used(env, match):
-    with pytest.raises(InvalidEnvironmentError, match=match):
-        MaskFromInfo(env).reset()
+class NoChoices(InInfo):
+    action_space = spaces.Box(-1, 1, (5,))
 
 
 class WrongSize(InDict):
     action_space = spaces.Discrete(6)
 
 
-class WrongKind(InDict):
-    observation_space = spaces.Dict({"action_mask": spaces.Discrete(5)})
-
-
-class NoChoices(InDict):
-    action_space = spaces.Box(-1, 1, (5,))
-
-
 @pytest.mark.parametrize(
-    ("name", "match"),
+    ("name", "changes", "match"),
     [
-        ("WrongSize", "need a Box or MultiBinary of 6 numbers"),
-        ("WrongKind", "need a Box or MultiBinary of 5 numbers"),
-        ("NoChoices", "Only Discrete and MultiDiscrete"),
+        ("Wrong", {"mask_actions": True}, r"no action_mask in \{'mask': 3\}"),
+        (
+            "Wrong",
+            {"mask_actions": True, "env_kwargs": '{"action_mask": [1, 1, 0, 0]}'},
+            r"int8 \[4\] as .*MultiBinary\(5\)",
+        ),
+        ("NoChoices", {"mask_actions": True}, "Only Discrete and MultiDiscrete"),
+        ("WrongSize", {}, "need 6 numbers"),
     ],
 )
-def test_masks_that_do_not_fit_the_actions(name, match):
-    flags = make_flags(f"--env=test_action_masks:{name}")
+def test_masks_that_do_not_fit_the_actions(name, changes, match):
+    arguments = {"env_kwargs": '{"mask": 3}'} if name == "Wrong" else {}
+    flags = env_flags(f"test_action_masks:{name}", **{**arguments, **changes})
     with pytest.raises(InvalidEnvironmentError, match=match):
-        Environment(flags, 1)
+        Environment(flags, 1).initial()

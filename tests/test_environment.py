@@ -50,14 +50,7 @@ def test_rows_against_one_environment_at_a_time():
     for name in first.keys() - {"observation", "done"}:
         assert not first[name].any(), name
     expected_dtypes = {
-        "reward": np.float32,
-        "done": np.bool_,
-        "truncated": np.bool_,
-        "episode_return": np.float32,
-        "episode_step": np.int64,
-        "game_return": np.float32,
-        "game_step": np.int64,
-        "game_over": np.bool_,
+        **{name: np.dtype(dtype) for name, dtype in extra_fields.FIELDS.items()},
         "last_action": np.int64,
         "observation": np.float32,
     }
@@ -205,35 +198,26 @@ def test_atari_fields_at_a_truncation(monkeypatch):
     assert not np.array([final for _, final in found["python"][:-1]]).any()
 
 
-def test_extra_field_of_another_shape(monkeypatch):
-    declare(monkeypatch, goal=ExtraField((3,), np.int32, of="step"))
-    envs = Environment(env_flags(here(Counter)), 1)
-    envs.initial()
-    match = r"'goal' as int32 of shape \(3,\), but info holds"
-    with pytest.raises(ValueError, match=match):
-        envs.step(np.zeros(1, np.int64))
-
-
 @pytest.mark.parametrize(
     ("dtype", "value", "fits"),
     [
         (np.float32, None, False),
-        (np.int64, None, False),
         (np.int64, 0.7, False),
         (np.uint8, 300, False),
         (np.float32, "x", False),
+        (np.float32, [1.0], False),
         (np.int64, 2.0, True),
         (np.uint8, 7, True),
         (np.float32, True, True),
         (np.bool_, 1, True),
     ],
 )
-def test_an_extra_field_of_another_dtype(monkeypatch, dtype, value, fits):
+def test_an_extra_field_of_another_shape_or_dtype(monkeypatch, dtype, value, fits):
     declare(monkeypatch, goal=ExtraField((), dtype, of="step"))
     if fits:
         assert extra_fields.select({"goal": value}) == {"goal": np.asarray(value)}
     else:
-        with pytest.raises(ValueError, match=f"'goal' as .*info holds {value!r}"):
+        with pytest.raises(ValueError, match=r"'goal' as .*info holds"):
             extra_fields.select({"goal": value})
 
 
@@ -265,44 +249,15 @@ def echo_multi_binary():
 def test_actions_of_bits(monkeypatch):
     """The policy has a choice of two for each bit."""
     declare(monkeypatch, echo=ExtraField((2, 2), np.int8, of="step"))
-    envs = Environment(env_flags(here(echo_multi_binary)), 2)
+    envs = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
     assert envs.action_space == spaces.MultiDiscrete([2] * 4)
     actions = np.array([[0, 1, 1, 0], [1, 1, 0, 1]])
     assert envs.initial()["last_action"].shape == actions.shape
     row = envs.step(actions)
     np.testing.assert_array_equal(row["last_action"], actions)
     np.testing.assert_array_equal(row["echo"], [[[0, 1], [1, 0]], [[1, 1], [0, 1]]])
-    with pytest.raises(ValueError, match="actions must be in 0 to"):
-        envs.step(actions + 1)
-
-
-def test_a_resume_repeats_actions_of_bits():
-    envs = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
-    envs.initial()
-    for actions in np.random.default_rng(0).integers(0, 2, (5, 2, 4)):
-        row = envs.step(actions)
     resumed = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
     assert_rows_equal(resumed.load_state_dict(envs.state_dict()), row)
-
-
-class FloatBits(Counter):
-    """Bits as numpy.ones makes them; the space contains them."""
-
-    observation_space = spaces.MultiBinary((2, 2))
-
-    def observe(self):
-        return np.ones((2, 2))
-
-
-def test_what_the_space_contains_is_allowed():
-    assert FloatBits.observation_space.contains(np.ones((2, 2)))
-    envs = Environment(env_flags(here(FloatBits)), 2)
-    for observation in (
-        envs.initial()["observation"],
-        *(envs.step(np.zeros(2, np.int64))["observation"] for _ in range(20)),
-    ):
-        assert observation.dtype == np.int8
-        assert (observation == 1).all()
 
 
 class Scaled(spaces.Box):
@@ -415,9 +370,6 @@ def test_initial_starts_new_games():
     assert not np.array_equal(row["observation"], first)
     expected, _ = gymnasium.make("CartPole-v1").reset(seed=game_seed(3, 1, 1))
     np.testing.assert_array_equal(row["observation"][1], expected)
-
-
-# --- Names and resume ---
 
 
 @pytest.mark.parametrize("name", ["Suite-A/Task", "Suite-A/Task-v2", "Task-B-v3"])

@@ -13,7 +13,7 @@ import runs
 
 from torchbeast.base import hardware
 
-GB = 10**9
+MB = 10**6
 SLURM = "slurm/uid_7/job_9/step_0"
 
 
@@ -24,7 +24,7 @@ def system(tmp_path, monkeypatch):
 
     def make(path, files):
         write("proc/self/cgroup", f"0::{path}\n")
-        write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 15000000 kB\n")
+        write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable: 15000 kB\n")
         for name, text in files.items():
             write(f"sys/fs/cgroup/{name}", f"{text}\n")
         return tmp_path
@@ -37,36 +37,18 @@ def system(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.parametrize("name", ["memory.max", "memory.high"])
 @pytest.mark.parametrize("limited", [SLURM, "slurm/uid_7", "."])
-def test_memory(system, limited):
-    """Each group up to the root counts; what it uses is its own."""
-    files = {
-        f"{SLURM}/memory.max": "max",
-        f"{SLURM}/memory.high": "max",
-        f"{limited}/memory.max": 3 * GB // 2,
-        f"{limited}/memory.current": GB,
-        f"{limited}/memory.stat": f"anon 5\ninactive_file {GB // 4}\nfile 7",
-    }
+def test_memory(system, limited, name):
+    """Each group up to the root counts. MemoryHigh slows down, which is no better."""
+    files = {f"{SLURM}/memory.max": "max", f"{limited}/{name}": 3 * MB}
     root = system(f"/{SLURM}", files)
-    assert hardware.memory_limit(root) == 3 * GB // 2
-    assert hardware.free_memory(root) == 3 * GB // 4
-
-
-def test_memory_of_systemd(system):
-    """MemoryHigh slows a process down, which is no better than an end."""
-    group = "user.slice/run-7.scope"
-    root = system(f"/{group}", {f"{group}/memory.high": 2 * GB})
-    assert hardware.memory_limit(root) == hardware.free_memory(root) == 2 * GB
-
-
-def test_more_used_than_allowed(system):
-    root = system("/", {"memory.max": GB, "memory.current": 2 * GB})
-    assert hardware.free_memory(root) == 0
+    assert hardware.memory_limit(root) == hardware.free_memory(root) == 3 * MB
 
 
 def test_without_limits(system):
     root = system("/a", {"a/memory.max": "max", "a/cpu.max": "max 100000"})
-    assert hardware.free_memory(root) == 15_000_000 * 1024
+    assert hardware.free_memory(root) == 15_000 * 1024
     assert hardware.memory_limit(root) == hardware.memory_limit(root / "nothing")
     assert hardware.num_cpus(root) == hardware.num_cpus(root / "nothing") == 64
 
@@ -75,26 +57,16 @@ def test_without_limits(system):
     ("content", "expected"),
     [
         ("max 100000", 64),
-        ("400000 100000", 4),
         ("250000 100000", 3),
         ("50000 100000", 1),
         ("9900000 100000", 64),
         ("", 64),
     ],
 )
-@pytest.mark.parametrize("limited", [SLURM, "slurm", "."])
+@pytest.mark.parametrize("limited", [SLURM, "."])
 def test_a_quota_of_cpus(system, content, expected, limited):
     root = system(f"/{SLURM}", {f"{limited}/cpu.max": content})
     assert hardware.num_cpus(root) == expected
-
-
-def test_the_name_of_the_cpu(tmp_path):
-    """Virtual machines give several generations one name: the numbers differ."""
-    file = tmp_path / "cpuinfo"
-    lines = "vendor_id\t: X\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n"
-    file.write_text(f"processor\t: 0\n{lines}\nprocessor\t: 1\n{lines}")
-    assert hardware.cpu_model(file) == "AMD EPYC (family 25, model 1)"
-    assert hardware.cpu_model(tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", ["OMP_PROC_BIND", "GOMP_CPU_AFFINITY"])

@@ -140,7 +140,7 @@ def make_loss(flags: Flags, model: Any) -> Callable[..., Any]:
     """impala_loss, or the function that --loss names. Raises UserError."""
     if not flags.loss:
         return functools.partial(impala_loss, auxiliary_losses=model.auxiliary_losses)
-    _, function, arguments = find_named("--loss", flags.loss)
+    function, arguments = find_named("--loss", flags.loss)
     return functools.partial(function, **arguments)
 
 

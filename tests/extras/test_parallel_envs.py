@@ -222,7 +222,7 @@ def test_a_game_without_close(monkeypatch, caplog):
         (
             "Faulty",
             {"fault": "shape"},
-            r"returned float32 \[4\] as observation of 'right'",
+            r"returned float32 \[4\] as an observation",
         ),
         ("Faulty", {"fault": "stays"}, r"ended the game of 'left', but .*`agents`"),
         ("Faulty", {"fault": "leaves"}, "has just acted, needs one in all, also if"),

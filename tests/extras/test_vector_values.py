@@ -34,7 +34,9 @@ def test_integers_of_info_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "large", field)
     envs = make("Large")
     assert not envs.initial()["large"].any()
-    with pytest.raises(InvalidEnvironmentError, match=r"'large' as uint8.*holds .*300"):
+    with pytest.raises(
+        InvalidEnvironmentError, match=r"'large' as .*uint8.*holds .*300"
+    ):
         envs.step(np.zeros(E, int))
 
 

@@ -1,7 +1,7 @@
 """CPUs, memory and GPUs that this process may use. Does not load torch by itself.
 
 Limits come from the machine and from control groups (version 2), as containers, Slurm
-and systemd set them. Each of them may be the smallest.
+and systemd set them.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path("/")  # of the system; tests have their own
@@ -22,80 +21,55 @@ CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 def num_cpus(root: pathlib.Path = ROOT) -> int:
     """The number of CPUs that this process may use."""
-    count = len(CORES) or os.cpu_count() or 1
-    for group in _groups(root):
-        for quota, period in filter(None, [_numbers(group / "cpu.max")]):
-            count = min(count, max(1, math.ceil(quota / period)))
-    return count
+    quotas = [max(1, math.ceil(x[0] / x[1])) for x in _limits(root, "cpu.max")]
+    return min([len(CORES) or os.cpu_count() or 1, *quotas])
 
 
 def memory_limit(root: pathlib.Path = ROOT) -> int:
     """The most memory that this process may use, in bytes."""
-    return min(limit for limit, _ in _memory(root))
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = _limits(root, "memory.max") + _limits(root, "memory.high")
+    return min([physical, *(x for (x,) in limits)])
 
 
 def free_memory(root: pathlib.Path = ROOT) -> int:
-    """The memory that this process can still get, in bytes; at least 0."""
-    return max(0, min(free for _, free in _memory(root)))
+    """The memory that this process can still get, in bytes, if its groups are idle."""
+    found = re.findall(r"MemAvailable: +(\d+) kB", _text(root / "proc/meminfo"))
+    return min([memory_limit(root), *(int(x) * 1024 for x in found)])
 
 
-def _memory(root: pathlib.Path) -> Iterator[tuple[int, int]]:
-    """Each limit of memory, and what is free of it."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = _fields(root / "proc/meminfo").get("MemAvailable:")
-    yield physical, physical if available is None else available * 1024
-    for group in _groups(root):
-        for limit in _numbers(group / "memory.max") + _numbers(group / "memory.high"):
-            used = sum(_numbers(group / "memory.current"))
-            # Copies of files, which the system drops when it needs the memory.
-            copies = _fields(group / "memory.stat").get("inactive_file", 0)
-            yield limit, limit - used + copies
+def _limits(root: pathlib.Path, name: str) -> list[list[int]]:
+    """The numbers in this file of each control group that contains this process."""
+    top = root / "sys/fs/cgroup"
+    found = re.search("0::/(.*)", _text(root / "proc/self/cgroup"))  # version 2
+    path = top / found[1] if found else top
+    texts = [_text(x / name) for x in (path, *path.parents) if x.is_relative_to(top)]
+    return [list(map(int, x.split())) for x in texts if x.strip() and "max" not in x]
 
 
-def _groups(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The folders of this process's control group and of those that contain it."""
-    with contextlib.suppress(OSError, IndexError):  # not Linux, or version 1
-        text = (root / "proc/self/cgroup").read_text()
-        top = root / "sys/fs/cgroup"
-        path = top / text.split("0::/")[1].split("\n")[0]
-        yield from (x for x in (path, *path.parents) if x.is_relative_to(top))
-
-
-def _numbers(file: pathlib.Path) -> list[int]:
-    with contextlib.suppress(OSError, ValueError):  # none, or "max": no limit
-        return [int(word) for word in file.read_text().split()]
-    return []
-
-
-def _fields(file: pathlib.Path) -> dict[str, int]:
-    """The numbers of a file with lines such as "name 123"."""
-    with contextlib.suppress(OSError):
-        return {k: int(x) for k, x in re.findall(r"(\S+)\s+(\d+)", file.read_text())}
-    return {}
-
-
-# --- Names ----------------------------------------------------------------------------
+def _text(file: pathlib.Path) -> str:
+    with contextlib.suppress(OSError):  # not Linux, or no limit
+        return file.read_text()
+    return ""
 
 
 def hardware() -> dict[str, Any]:
-    """Model and number of the CPUs that this process may use, memory, GPUs.
-
-    GPUs are named only if the process has loaded torch.
-    """
+    """CPUs that this process may use, memory, and GPUs if it has loaded torch."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     names = {"cpu": cpu_model(), "cpus": num_cpus(), "gpus": gpus()}
     return {**names, "memory_gib": round(memory / 2**30, 1)}
 
 
-def cpu_model(file: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> str:
-    """Such as "Intel(R) Xeon(R) Processor (family 6, model 85)".
+def cpu_model() -> str:
+    """Such as "Intel(R) Xeon(R) Processor"."""
+    found = re.search(r"model name\s*: (.+)", _text(ROOT / "proc/cpuinfo"))
+    return found[1] if found else platform.processor() or platform.machine()
 
-    The numbers tell generations apart whose names are the same on virtual machines.
-    """
-    with contextlib.suppress(OSError, KeyError):
-        found = dict(re.findall(r"^([a-z ]+?)\s*: (.+)$", file.read_text(), re.M))
-        return "{model name} (family {cpu family}, model {model})".format_map(found)
-    return platform.processor() or platform.machine()
+
+def gpus() -> list[str]:
+    """The names of CUDA's GPUs, if torch is loaded."""
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    return [cuda.get_device_name(i) for i in range(cuda.device_count())] if cuda else []
 
 
 def accelerators() -> tuple[str, int]:
@@ -105,16 +79,6 @@ def accelerators() -> tuple[str, int]:
     if kind := torch.accelerator.current_accelerator(check_available=True):
         return kind.type, torch.accelerator.device_count()
     return "cuda", 0
-
-
-def gpus() -> list[str]:
-    """Their names, if torch is loaded."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.accelerator.is_available():
-        return []
-    kind, count = accelerators()
-    name = getattr(torch.get_device_module(kind), "get_device_name", lambda i: kind)
-    return [name(i) for i in range(count)]
 
 
 def keep_freed_memory(device: Any) -> None:

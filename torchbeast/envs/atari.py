@@ -1,11 +1,8 @@
 """Atari games with the preprocessing of the IMPALA paper, in two implementations.
 
-`make_atari` builds one environment from the Python wrappers below. `make_atari_vec`
-makes many in C++ (ale-py's AtariVectorEnv). Both give the same frames, rewards and
-episode ends for the same seeds and actions. docs/environments.md compares them.
-
-Both use these flags: env, frame_skip, noop_max, sticky_actions, full_action_space,
-life_loss, max_episode_frames.
+`make_atari` builds one environment from Python wrappers, `make_atari_vec` many in C++
+(ale-py's AtariVectorEnv). Both give the same frames, rewards and episode ends for the
+same seeds and actions. docs/environments.md compares them.
 """
 
 import argparse
@@ -36,10 +33,8 @@ _TWO_PLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
 def atari_game(env_id: str) -> str | None:
     """The ROM name of an Atari id, such as "space_invaders"; None for any other id.
 
-    "SpaceInvadersNoFrameskip-v4", "SpaceInvadersDeterministic-v4", "SpaceInvaders-v4"
-    and "ALE/SpaceInvaders-v5" are the same game, because the preprocessing follows from
-    the flags and not from the suffix of the id. A bare name is of Atari with v0 and v4
-    only: Blackjack-v1 is a card game of Gymnasium.
+    All suffixes name the same game: the flags determine the preprocessing. A bare name
+    is of Atari with v0 and v4 only: Blackjack-v1 is a card game of Gymnasium.
     """
     match = re.fullmatch(
         r"(ALE/)?([A-Za-z0-9]+?)(NoFrameskip|Deterministic)?-v(\d+)", env_id
@@ -54,10 +49,9 @@ def atari_game(env_id: str) -> str | None:
 
 
 class SeededAtari(AtariEnv):
-    """AtariEnv that passes the seed of reset() to the emulator unchanged.
+    """Passes the seed of reset() to the emulator unchanged, as the native path does.
 
-    AtariEnv derives another seed from it, but the native path does not. The emulator's
-    seed determines when sticky actions repeat.
+    It determines when sticky actions repeat.
     """
 
     def seed_game(self, seed: int | None = None) -> tuple[int, int]:
@@ -76,12 +70,11 @@ class StartOfGame(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env, noop_max: int):
         super().__init__(env)
-        meanings = env.unwrapped.get_action_meanings()  # type: ignore[attr-defined] # AtariEnv
+        meanings: list[str] = env.get_wrapper_attr("get_action_meanings")()
         self.noop = meanings.index("NOOP")
-        self.fire = meanings.index("FIRE") if "FIRE" in meanings else None
+        self.fire = [meanings.index("FIRE")] if "FIRE" in meanings else []
         self.noop_max = noop_max
-        # The native path uses std::mt19937. In NumPy only this legacy class gives the
-        # same numbers.
+        # The only class of NumPy with the numbers of the native path's std::mt19937.
         self.rng = np.random.RandomState()
 
     def reset(
@@ -93,9 +86,7 @@ class StartOfGame(gymnasium.Wrapper):
         # Maps 32 random bits to 0..noop_max, as libstdc++ does.
         bits = int(self.rng.randint(2**32, dtype=np.uint32))
         frames = bits * (self.noop_max + 1) >> 32
-        actions = [] if self.fire is None else [self.fire]
-        actions += [self.noop] * (frames - len(actions))
-        for action in actions:
+        for action in self.fire + [self.noop] * (frames - len(self.fire)):
             observation, _, terminated, _, info = self.env.step(action)
             if terminated:
                 observation, info = self.env.reset(options=options)
@@ -103,39 +94,30 @@ class StartOfGame(gymnasium.Wrapper):
 
 
 class SkipFrames(gymnasium.Wrapper):
-    """Repeats each action and returns the maximum of the last two frames.
+    """Repeats each action; returns the sum of rewards, the maximum of two last frames.
 
-    The rewards are summed. The end of the game ends the repetition. The maximum shows
-    sprites that the Atari 2600 draws only in every other frame.
-
-    Args:
-      frame_skip: how often to repeat an action.
-      max_frames: the step that reaches this number of frames, counted from the agent's
-        first action, truncates the game.
+    The maximum shows sprites that the Atari 2600 draws only in every other frame. The
+    step that reaches `max_frames`, counted from the agent's first action, truncates.
     """
 
     def __init__(self, env: gymnasium.Env, frame_skip: int, max_frames: int):
         super().__init__(env)
-        self.frame_skip = frame_skip
-        self.max_frames = max_frames
-        self.frames = 0
+        self.frame_skip, self.max_frames = frame_skip, max_frames
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         self.frames = 0
         return self.env.reset(**arguments)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        total_reward = 0.0
-        previous = None
+        total_reward, shown = 0.0, []
         for _ in range(self.frame_skip):
             frame, reward, terminated, _, info = self.env.step(action)
             total_reward += float(reward)
-            self.frames += 1
-            before_last, previous = previous, frame
+            shown.append(frame)
             if terminated:
                 break
-        if before_last is not None:
-            frame = np.maximum(before_last, frame)
+        self.frames += len(shown)
+        frame = np.maximum(*shown[-2:]) if len(shown) > 1 else frame
         truncated = self.frames >= self.max_frames and not terminated
         return frame, total_reward, terminated, truncated, info
 
@@ -148,27 +130,22 @@ class LifeLoss(gymnasium.Wrapper):
     seed, or in the middle of an episode, starts a new game.
     """
 
-    def __init__(self, env: gymnasium.Env):
-        super().__init__(env)
-        self.lives = 0
-        self.life_lost = False
-        self.last: tuple[Any, dict[str, Any]] = (None, {})
+    life_lost = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if not self.life_lost or seed is not None:
             self.last = self.env.reset(seed=seed, options=options)
-            self.lives = self.last[1]["lives"]
         self.life_lost = False
         return self.last
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        lives = self.last[1]["lives"]
         observation, reward, terminated, truncated, info = self.env.step(action)
         # Some games continue without lives; then only the end of the game counts.
-        life_lost = 0 < info["lives"] < self.lives
+        life_lost = 0 < info["lives"] < lives
         self.life_lost = life_lost and not (terminated or truncated)
-        self.lives = info["lives"]
         info[GAME_OVER] = not self.life_lost  # whoever else ends the episode
         self.last = (observation, info)
         return observation, reward, terminated or life_lost, truncated, info
@@ -177,11 +154,7 @@ class LifeLoss(gymnasium.Wrapper):
 def make_atari(
     flags: argparse.Namespace, render_mode: str | None = None, **arguments: Any
 ) -> gymnasium.Env:
-    """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards.
-
-    Args:
-      arguments: further ones of ale_py.AtariEnv, such as difficulty.
-    """
+    """Makes one environment: observations [4, 84, 84] uint8, unclipped rewards."""
     env: gymnasium.Env = SeededAtari(
         atari_game(flags.env) or flags.env,
         obs_type="grayscale",
@@ -195,11 +168,9 @@ def make_atari(
     env = StartOfGame(env, flags.noop_max)
     env = SkipFrames(env, flags.frame_skip, flags.max_episode_frames)
     env = ResizeObservation(env, (FRAME_SIZE, FRAME_SIZE))  # by averages
-    # The oldest first; before the first frame of a game there are three black ones.
+    # The oldest first; a game begins with three black ones.
     env = FrameStackObservation(env, STACKED_FRAMES, padding_type="zero")
-    if flags.life_loss:
-        env = LifeLoss(env)
-    return env
+    return LifeLoss(env) if flags.life_loss else env
 
 
 class NativeAtari(gymnasium.vector.VectorWrapper):
@@ -207,30 +178,25 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
 
     If a step ends an episode, infos get "final_obs" [E, 4, 84, 84], valid for truncated
     environments, and "final_info" with "game_over" [E] bool, False after a lost life.
-    This class truncates games itself, because ale-py's last observation lacks the last
-    emulator frames.
+    It truncates games itself: ale-py's last observation lacks the last frames.
     """
-
-    env: AtariVectorEnv
 
     def __init__(self, env: AtariVectorEnv, max_frames: int):
         super().__init__(env)
         self.single_observation_space = as_stack(env.single_observation_space)
         self.max_frames = max_frames
-        self.game_start = np.zeros(self.num_envs, np.int64)
-        self.first_frame = np.zeros(self.num_envs, np.int64)
+        self.game_start, self.first_frame = np.zeros((2, self.num_envs), np.int64)
 
-    def _note_new_games(self, info: dict[str, np.ndarray], new: np.ndarray) -> None:
+    def _note_new_games(self, info: dict[str, np.ndarray], new: Any) -> None:
         self.game_start[new] = _game_start(info)[new]
         self.first_frame[new] = info["episode_frame_number"][new]
 
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Starts new games; `seed` holds one integer in [0, 2**31) per environment."""
-        seeds = None if seed is None else np.asarray(seed, np.int64)
+        seeds: Any = None if seed is None else np.asarray(seed)
         observation, info = self.env.reset(seed=seeds, options=options)
-        self._note_new_games(info, np.ones(self.num_envs, np.bool_))
+        self._note_new_games(info, slice(None))
         return observation, info
 
     def step(
@@ -251,8 +217,7 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
             final = {"final_obs": observation, "final_info": final_info}
         if truncated.any():
             observation, info = self.env.reset(options={"reset_mask": truncated})
-        if new_game.any():
-            self._note_new_games(info, new_game)
+        self._note_new_games(info, new_game)
         return observation, reward, terminated, truncated, info | final
 
 
@@ -264,17 +229,14 @@ def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
 def make_atari_vec(
     flags: argparse.Namespace, num_envs: int | None, render_mode: None = None
 ) -> NativeAtari:
-    """Makes `num_envs` environments in C++, stepped by one thread.
-
-    Each step returns new arrays. Raises FlagError if a flag needs the Python wrappers.
-    """
+    """Makes environments in C++. FlagError: a flag needs the Python wrappers."""
     if flags.wrapper or flags.mask_actions or json.loads(flags.env_kwargs or "{}"):
         raise FlagError(
             f"for {flags.env}, --wrapper, --mask_actions and --env_kwargs need "
             "--atari_backend python"
         )
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
-    env = AtariVectorEnv(
+    env = AtariVectorEnv(  # by default of the same frames
         atari_game(flags.env) or flags.env,
         num_envs or 1,
         num_threads=1,  # actor processes run in parallel already
@@ -282,9 +244,6 @@ def make_atari_vec(
         max_num_frames_per_episode=2**31 - 1,  # NativeAtari truncates
         repeat_action_probability=flags.sticky_actions,
         full_action_space=flags.full_action_space,
-        img_height=FRAME_SIZE,
-        img_width=FRAME_SIZE,
-        stack_num=STACKED_FRAMES,
         frameskip=flags.frame_skip,
         noop_max=flags.noop_max + 1,  # ale-py draws from 0 to noop_max - 1
         # episodic_life would restart the game at each lost life

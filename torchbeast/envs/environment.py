@@ -20,7 +20,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.envs import atari
-from torchbeast.envs.extra_fields import EXTRA_FIELDS, check_names, make_fields
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, make_fields
 from torchbeast.envs.make_env import vector_maker
 from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def example_environment(flags: argparse.Namespace) -> "Environment":
-    """One environment; of vector environments as many as a run has in one object.
-
-    They may come in groups, so that one alone can't be made.
-    """
+    """One environment; of vector environments as many as a run has in one object."""
     E = getattr(flags, "envs_per_actor", None)
     return Environment(flags, E if vector_maker(flags) else 1)
 
@@ -95,8 +92,7 @@ class Environment:
                           episodes; else zero
 
     An environment is reset in the step that ends its episode. In the row of `initial()`
-    done is true. Only the observation and its fields are set; all else is zero, because
-    no episode has ended.
+    done is true; only the observation and its fields are set, all else is zero.
 
     After a step that truncated episodes, `final_observation` holds the real last
     observations, nested [E, ...], valid for the truncated environments. Otherwise it is
@@ -105,9 +101,6 @@ class Environment:
     Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
     bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
     Integers count from 0 for any `start` of the space. Floats are clipped to bounds.
-
-    Uses the flags env, env_kwargs, wrapper, mask_actions, seed, sync and, for Atari,
-    atari_backend and those of atari.py. Rendering always uses the Python wrappers.
     """
 
     def __init__(
@@ -120,13 +113,16 @@ class Environment:
     ):
         """Makes the environments first_index to first_index + num_envs - 1 of the run.
 
-        Each environment gets a different seed. Raises what `create_env` raises.
-
         Args:
           num_envs: None: one, or as many as a game has agents.
+          render_mode: of Gymnasium; the Python wrappers then draw Atari.
           around: surrounds all calls of environments; can be entered again and again.
+
+        Raises:
+          FlagError, InvalidEnvironmentError: see `create_env`.
         """
-        check_names()
+        if taken := EXTRA_FIELDS.keys() & {"observation", "last_action", *FIELDS}:
+            raise InvalidEnvironmentError(f"EXTRA_FIELDS declares {', '.join(taken)}")
         self._around = around or contextlib.nullcontext()
         # What environments set by np.seterr() stays among them.
         self._run = contextvars.copy_context().run
@@ -152,10 +148,7 @@ class Environment:
             return self._run(function, *args, **kwargs)
 
     def set_seed(self, seed: int, first_index: int) -> None:
-        """Changes the seed and the numbers. `initial()` has to follow.
-
-        The games are then those of a new object with this seed and these numbers.
-        """
+        """Makes the games those of a new object. `initial()` has to follow."""
         self.seed = seed
         self.indices = range(first_index, first_index + self.num_envs)
         self._initial_calls = 0
@@ -172,26 +165,25 @@ class Environment:
         self._initial_calls += 1
         observation, infos = self._call(self.envs.reset, seed=seeds)
         self._totals = Totals.zeros(self.num_envs)
-        shape, dtype = _actions_of(self.action_space, self.num_envs)
         none = np.zeros(self.num_envs, np.bool_)
-        self._row = self._make_row(
-            observation=observation,
-            reward=np.zeros(self.num_envs, np.float32),
-            done=~none,
-            truncated=none,
-            game_over=none.copy(),
-            last_action=np.zeros(shape, dtype),
-            infos=infos,
-        )
+        self._row = {
+            "observation": observation,
+            "reward": np.zeros(self.num_envs, np.float32),
+            "done": ~none,
+            "truncated": none,
+            **self._totals.as_fields(),
+            "game_over": none.copy(),
+            "last_action": np.zeros(*_actions_of(self.action_space, self.num_envs)),
+            **make_fields(infos, ~none, none),
+        }
         self.final_observation = None
         return self._row
 
     @np.errstate(all="ignore")
     def step(self, actions: np.ndarray) -> dict[str, Any]:
         """Takes one action in each environment and returns the next row."""
-        actions = np.asarray(actions)
         space = self.envs.single_action_space
-        env_actions = to_env_actions(space, self.num_envs, actions)
+        env_actions = to_env_actions(space, self.num_envs, np.asarray(actions))
         result = self._call(self.envs.step, env_actions)
         observation, reward, terminated, truncated, infos = result
         done = terminated | truncated
@@ -208,32 +200,18 @@ class Environment:
             game_over &= infos["final_info"]["game_over"]
         if truncated.any():
             self.final_observation = self._stack_final(infos["final_obs"], truncated)
-        self._row = self._make_row(
-            observation, reward, done, truncated, game_over, actions.copy(), infos
-        )
-        self._totals = self._totals.restart(done, game_over)
-        return self._row
-
-    def _make_row(
-        self,
-        observation: Any,
-        reward: np.ndarray,
-        done: np.ndarray,
-        truncated: np.ndarray,
-        game_over: np.ndarray,
-        last_action: np.ndarray,
-        infos: dict[str, Any],
-    ) -> dict[str, Any]:
-        return {
+        self._row = {
             "observation": observation,
             "reward": reward,
             "done": done,
             "truncated": truncated,
             **self._totals.as_fields(),
             "game_over": game_over,
-            "last_action": last_action,
-            **(make_fields(infos, done, truncated) if EXTRA_FIELDS else {}),
+            "last_action": np.array(actions),
+            **make_fields(infos, done, truncated),
         }
+        self._totals = self._totals.restart(done, game_over)
+        return self._row
 
     def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
         if not isinstance(final, np.ndarray) or final.dtype != object:
@@ -261,21 +239,18 @@ class Environment:
 
     def close(self) -> None:
         """Closes the environments. What close() raises is only a warning."""
-        raised: BaseException | None = None
         for env in self.games or [self.envs]:
             try:
                 self._call(env.close)
-            except (Exception, SystemExit) as error:
-                raised = error
-        if raised:
-            log.warning("close() of %s raised:", self.flags.env, exc_info=raised)
+            except (Exception, SystemExit):
+                name = self.flags.env
+                log.warning("close() of %s raised:", name, exc_info=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to continue from the current row.
+        """What `load_state_dict` needs to replay the current games.
 
-        It replays the current games, which is exact if an environment is a function of
-        its seed and actions. The state holds only tensors and plain Python values, so
-        that it loads with `weights_only=True`. Needs `exact_resume` and flags.sync.
+        It holds only tensors and plain Python values, so that it loads with
+        `weights_only=True`. Needs `exact_resume` and flags.sync.
         """
         assert self.exact_resume
         assert self.flags.sync, "the actions are not logged"

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchbeast.envs.values import InvalidEnvironmentError
+from torchbeast.envs.values import InvalidEnvironmentError, fit
 
 GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has ended
 
@@ -53,25 +53,12 @@ def final_name(name: str) -> str:
     return f"final_{name}"
 
 
-def check_names() -> None:
-    """Raises InvalidEnvironmentError if a name of EXTRA_FIELDS is taken."""
-    if taken := sorted(EXTRA_FIELDS.keys() & {"observation", "last_action", *FIELDS}):
-        raise InvalidEnvironmentError(
-            f"EXTRA_FIELDS declares {', '.join(taken)}, which every row has already"
-        )
-
-
 def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The value as EXTRA_FIELDS declares it. Raises InvalidEnvironmentError."""
-    array, dtype = np.asarray(seen), np.dtype(EXTRA_FIELDS[name].dtype)
-    if array.dtype.hasobject:  # so Gymnasium gives np.bool_
-        array = np.asarray(array.tolist())
-    value = array.astype(dtype if array.dtype.kind in "biuf" else "O")
-    keeps = value.dtype.kind == "f" or (value == array).all()
-    if array.shape != shape or value.dtype != dtype or not keeps:
+    field = EXTRA_FIELDS[name]
+    if (value := fit(seen, shape, field.dtype)) is None:
         raise InvalidEnvironmentError(
-            f"EXTRA_FIELDS declares {name!r} as {dtype} of shape "
-            f"{EXTRA_FIELDS[name].shape}, but info holds {seen!r:.80}"
+            f"EXTRA_FIELDS declares {name!r} as {field}, but info holds {seen!r:.80}"
         )
     return value
 

@@ -15,11 +15,15 @@ import gymnasium
 from gymnasium.wrappers import FrameStackObservation
 
 from torchbeast.base import parts
-from torchbeast.base.errors import FlagError, MissingPackageError
-from torchbeast.base.named import call_named, find_object, parse_paths
+from torchbeast.base.errors import FlagError
+from torchbeast.base.named import find_object, parse_paths
 from torchbeast.envs import atari
-from torchbeast.envs.action_masks import MaskFromInfo, check_mask
-from torchbeast.envs.values import InvalidEnvironmentError, as_stack, check_spaces
+from torchbeast.envs.values import (
+    InvalidEnvironmentError,
+    MaskFromInfo,
+    as_stack,
+    check_spaces,
+)
 
 ENVS = "torchbeast.extras.envs"  # parts with `adapt` or `vector_maker`
 
@@ -38,34 +42,38 @@ def create_env(
     """
     name, flag = flags.env, f"--env {flags.env}"
     arguments = json.loads(flags.env_kwargs or "{}")
+    # Some take no render_mode, not even None.
+    shown = {"render_mode": render_mode, **arguments} if render_mode else arguments
     if atari.atari_game(name):
-        env: Any = call_named(flag, atari.make_atari, flags, render_mode, **arguments)
+        env: Any = atari.make_atari(flags, render_mode, **arguments)
     elif names_python(name):
         make = find_object(flag, name)
-        if render_mode and takes(make, "render_mode"):
-            arguments = {"render_mode": render_mode, **arguments}
-        env = call_named(flag, make, **arguments)
+        env = make(**(shown if takes(make, "render_mode") else arguments))
         for part in parts.find(ENVS):
             if hasattr(part, "adapt"):
                 env = part.adapt(env, render_mode)
     else:
-        env = _from_gymnasium(name, render_mode, arguments)
+        env = _from_gymnasium(name, shown)
     try:
         for path, more in parse_paths("--wrapper", flags.wrapper or ""):
-            _check_interface(flag, env)
-            flag = f"--wrapper {path}"
-            env = call_named(flag, find_object(flag, path), env, **more)
-        _check_interface(flag, env)
+            env = find_object(f"--wrapper {path}", path)(env, **more)
+        if not isinstance(env, gymnasium.Env):
+            raise InvalidEnvironmentError(
+                f"{flag} made {env!r:.200}, which is not a gymnasium.Env with one agent"
+            )
         if render_mode and env.render_mode != render_mode:
             raise InvalidEnvironmentError(
-                f"--env {name} can't be rendered: its render_mode is "
-                f"{env.render_mode!r}. It needs a parameter render_mode"
+                f"{flag} has no parameter render_mode: it can't be rendered"
             )
-        _declare_stack(env)
+        inner = env
+        while isinstance(inner, gymnasium.Wrapper):  # declares the frames of a stack
+            is_box = isinstance(inner.observation_space, gymnasium.spaces.Box)
+            if is_box and isinstance(inner, FrameStackObservation):
+                inner.observation_space = as_stack(inner.observation_space)
+            inner = inner.env
         if flags.mask_actions:
             env = MaskFromInfo(env)
         check_spaces(env.observation_space, env.action_space)
-        check_mask(env.observation_space, env.action_space)
     except BaseException:
         with contextlib.suppress(Exception):  # the first error counts
             env.close()
@@ -82,31 +90,10 @@ def vector_maker(
     each environment.
     """
     for part in parts.find(ENVS):
-        has = hasattr(part, "vector_maker")
-        if has and (maker := part.vector_maker(flags, render_mode)):
+        make = getattr(part, "vector_maker", None)
+        if make and (maker := make(flags, render_mode)):
             return maker
     return None
-
-
-def _check_interface(flag: str, env: Any) -> None:
-    if not isinstance(env, gymnasium.Env):
-        raise InvalidEnvironmentError(
-            f"{flag} made {env!r:.200}, which is not a gymnasium.Env with one agent. "
-            "docs/environments.md says how to adapt others"
-        )
-
-
-def _declare_stack(env: gymnasium.Env) -> None:
-    """Declares the frames of Gymnasium's FrameStackObservation, which does not say so.
-
-    Wrappers around it may follow if they keep its space.
-    """
-    space, inner = env.observation_space, env
-    while isinstance(inner, gymnasium.Wrapper) and inner.observation_space is space:
-        is_box = type(space) is gymnasium.spaces.Box
-        if is_box and isinstance(inner, FrameStackObservation):
-            env.observation_space = as_stack(space)
-        inner = inner.env
 
 
 def takes(function: Callable, parameter: str) -> bool:
@@ -130,27 +117,18 @@ class MinAtarGame(gymnasium.Wrapper):
         return self.env.reset(**arguments)
 
 
-def _from_gymnasium(
-    name: str, render_mode: str | None, arguments: dict[str, Any]
-) -> gymnasium.Env:
-    if render_mode:  # some take no render_mode, not even None
-        arguments = {"render_mode": render_mode, **arguments}
+def _from_gymnasium(name: str, arguments: dict[str, Any]) -> gymnasium.Env:
     try:
         is_minatar = name.startswith("MinAtar/")
         if is_minatar and "MinAtar/Breakout-v1" not in gymnasium.registry:
             importlib.import_module("minatar.gym").register_envs()
         env = gymnasium.make(name, disable_env_checker=True, **arguments)
         return MinAtarGame(env) if is_minatar else env
-    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
-        raise MissingPackageError(
-            f"--env {name}: {error}. Install its package, or run in the directory of "
-            "your own file"
-        ) from error
-    except gymnasium.error.Error as error:
+    except (ImportError, gymnasium.error.Error) as error:
         raise FlagError(
-            f"--env {name}: {error} Allowed are Atari and other Gymnasium ids, "
-            "package.module:Id-v0 for ids that the import registers, and "
-            "package.module:Class."
+            f"--env {name}: {error}. Allowed are ids of Gymnasium whose package is "
+            "installed, module:Id-v0 for ids that the import registers, and "
+            "package.module:Class"
         ) from error
 
 

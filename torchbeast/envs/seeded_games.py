@@ -23,13 +23,9 @@ class SeededGames(gymnasium.Wrapper):
     """Seeds each game, so that it is a function of (seed, index, game, actions).
 
     Each reset() starts the next game, unless the last step had info[GAME_OVER] False
-    (a lost life): then the game continues. Observations are those of the space, see
-    `read`. The infos keep only EXTRA_FIELDS and, if an episode ends, "game_over". With
-    `flags.sync` it keeps the actions of the current game, for `replay`.
-
-    Args:
-      flags: see `create_env`, which makes the environment.
-      index: the number of the environment in the run.
+    (a lost life): then the game continues. The infos keep only EXTRA_FIELDS and, if an
+    episode ends, "game_over". With `flags.sync` it keeps the actions of the current
+    game, for `replay`.
     """
 
     def __init__(
@@ -72,10 +68,7 @@ class SeededGames(gymnasium.Wrapper):
         return observation, reward, terminated, truncated, kept
 
     def replay(self, game: int, actions: Sequence[Any]) -> list[Any]:
-        """Plays the actions in game number `game`; returns the last observation.
-
-        A list, because other games have several agents.
-        """
+        """Plays the actions; returns the last observation, a list as of all agents."""
         self.game = game - 1
         self.game_goes_on = False
         observation, _ = self.reset()

@@ -1,14 +1,20 @@
-"""Spaces that a policy and its buffers can have, and values of them as arrays."""
+"""Spaces that a policy and its buffers can have, values of them, and action masks.
+
+An action mask is the part "action_mask" of a Dict observation, so every row has one.
+model.py gives the actions that it forbids the probability 0. A mask that forbids all,
+as some environments give it at the end of an episode, has no effect.
+"""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
 from torchbeast.base.errors import UserError
-from torchbeast.base.nested import Nested, with_places
+from torchbeast.base.nested import Nested, flatten
 
 # Parts of a Dict observation: which actions are possible now; which agent of a game the
 # row is of. The steps of a row whose agent is absent do not count: the part is zero.
@@ -42,23 +48,11 @@ def parts_of(space: spaces.Space) -> Nested:
     return space
 
 
-def leaves_of(space: spaces.Space) -> list[tuple[str, spaces.Space]]:
-    """The leaves of a nested space, each with its place."""
-    return list(with_places(parts_of(space), "observation"))
-
-
 def agent_is_present(observation: Any) -> Any:
     """Whether rows [...] are of an agent: [...] bool, NumPy or torch; True: all are."""
     if isinstance(observation, dict) and AGENT in observation:
         return (observation[AGENT] != 0).any(-1)
     return True
-
-
-def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
-    """The space of the mask in observations; None without a mask."""
-    if isinstance(observation_space, spaces.Dict):
-        return observation_space.spaces.get(MASK)
-    return None
 
 
 def num_options(space: spaces.Space) -> list[int]:
@@ -78,15 +72,11 @@ def policy_space(space: spaces.Space) -> spaces.Space:
 
 
 def plain_space(space: Any) -> spaces.Space:
-    """Gymnasium's own space for one of a subclass, which may not be picklable.
-
-    Raises:
-      InvalidEnvironmentError: buffers and messages can't hold it.
-    """
+    """Gymnasium's own space for one of a subclass, which may not be picklable."""
     match space:
         case FrameStack():
             return as_stack(space)
-        case spaces.Box() if _has_usable_dtype(space):
+        case spaces.Box() if space.dtype.kind in "biuf" and space.dtype.itemsize <= 8:
             return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
         case spaces.Discrete():
             return spaces.Discrete(int(space.n), start=int(space.start))
@@ -94,106 +84,125 @@ def plain_space(space: Any) -> spaces.Space:
             return spaces.MultiDiscrete(space.nvec, space.dtype.type, start=space.start)
         case spaces.MultiBinary():
             return spaces.MultiBinary(space.n)
-        case spaces.Dict() if all(isinstance(key, str) for key in space.spaces):
+        case spaces.Dict():
             parts = space.spaces.items()
             return spaces.Dict([(key, plain_space(part)) for key, part in parts])
         case spaces.Tuple():
             return spaces.Tuple([plain_space(part) for part in space.spaces])
     raise InvalidEnvironmentError(
-        f"the space {space!r} is not supported. Allowed are Box of bool, integers and "
-        "floats of at most 64 bits, Discrete, MultiDiscrete of one dimension, "
-        "MultiBinary, and Tuple and Dict of these, with keys that are str: wrap the "
-        "environment (docs/environments.md shows how)"
+        f"the space {space!r} is not supported. Allowed are Box of numbers of at most "
+        "64 bits, Discrete, MultiDiscrete of one dimension, MultiBinary, Dict, Tuple"
     )
-
-
-def _has_usable_dtype(box: spaces.Box) -> bool:
-    dtype = box.dtype
-    return dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
 
 
 def check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
     """Raises InvalidEnvironmentError unless a policy can have these spaces."""
-    leaves = [leaf for _, leaf in leaves_of(plain_space(observation_space))]
-    if not sum(math.prod(leaf.shape or ()) for leaf in leaves):
-        raise InvalidEnvironmentError(f"{observation_space} has no element")
+    options = num_options(policy_space(action_space))
     is_box = isinstance(action_space, spaces.Box) and action_space.dtype.kind == "f"
-    has_policy = is_box or num_options(policy_space(action_space))
-    if not has_policy or 0 in (plain_space(action_space).shape or ()):
+    if not (options or is_box) or 0 in (plain_space(action_space).shape or ()):
         raise InvalidEnvironmentError(
             f"no policy for the action space {action_space}: allowed are Discrete, "
-            "MultiDiscrete of one dimension, MultiBinary and Box of floats, none of "
-            "them empty: wrap the environment in a gymnasium.ActionWrapper"
+            "MultiDiscrete of one dimension, MultiBinary and Box of floats"
         )
-    for parts in leaves, [action_space]:
-        if (count := sum(sum(num_options(x)) for x in parts)) > MOST_CHOICES:
-            raise InvalidEnvironmentError(
-                f"Discrete and MultiDiscrete have {count:,} choices in "
-                f"{observation_space if parts is leaves else action_space}; at most "
-                f"{MOST_CHOICES:,} are allowed"
-            )
+    leaves = flatten(parts_of(plain_space(observation_space)))
+    if max(sum(options), sum(sum(num_options(x)) for x in leaves)) > MOST_CHOICES:
+        raise InvalidEnvironmentError(
+            f"more than {MOST_CHOICES:,} choices: {observation_space}, {action_space}"
+        )
+    mask, size = mask_space(observation_space), sum(num_options(action_space))
+    if mask is not None and math.prod(mask.shape or ()) != size:
+        raise InvalidEnvironmentError(
+            f"the part {MASK} of the observation is {mask}; the actions of "
+            f"{action_space} need {size} numbers. Only Discrete and MultiDiscrete "
+            "actions can be masked"
+        )
 
 
-def read(
-    space: spaces.Space,
-    value: Any,
-    leading: tuple[int, ...] = (),
-    place: str = "observation",
-) -> Nested:
+def fit(value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray | None:
+    """The value as an array of this shape and dtype; None if it has no such value."""
+    array = np.asarray(value)
+    if array.dtype.hasobject:  # so Gymnasium gives np.bool_
+        array = np.asarray(array.tolist())
+    if array.shape != shape or array.dtype.kind not in "biuf":
+        return None
+    cast = array.astype(dtype, copy=False)
+    return cast if cast.dtype.kind == "f" or (cast == array).all() else None
+
+
+def read(space: spaces.Space, value: Any, leading: tuple[int, ...] = ()) -> Nested:
     """The value as arrays of the space's dtypes, nested as the space.
 
-    Keys that the space lacks are left out. A MultiBinary may come in any dtype.
-
-    Args:
-      leading: dimensions of each array in front of its space's.
+    Keys that the space lacks are left out. `leading` are dimensions of each array in
+    front of its space's.
 
     Raises:
-      InvalidEnvironmentError: it has another structure or shape, its dtype can't be
-        cast, or an integer does not fit.
+      InvalidEnvironmentError: it has another structure or shape, or its dtype can't
+        hold a value.
     """
-    shape, why = space.shape, ""
-    if (
-        isinstance(value, np.ndarray)
-        and shape is not None
-        and value.dtype == space.dtype
-        and value.shape == leading + shape
-    ):
+    shape = None if space.shape is None else leading + space.shape
+    is_array = isinstance(value, np.ndarray) and shape is not None
+    if is_array and value.shape == shape and value.dtype == space.dtype:
         return value  # mostly
-    if isinstance(space, spaces.Dict):
-        if isinstance(value, Mapping) and space.spaces.keys() <= value.keys():
-            return {
-                key: read(part, value[key], leading, f"{place}[{key!r}]")
-                for key, part in space.spaces.items()
-            }
-    elif isinstance(space, spaces.Tuple):
-        if isinstance(value, tuple | list) and len(value) == len(space.spaces):
-            pairs = enumerate(zip(space.spaces, value, strict=True))
-            return tuple(read(*x, leading, f"{place}[{i}]") for i, x in pairs)
-    else:
-        try:
-            array = np.asarray(value)
-        except Exception as error:  # rows of unequal length, a tensor with gradient
-            array, why = np.empty(0, object), f" ({error})"
-        if array.shape == leading + (shape or ()):
-            is_bits = isinstance(space, spaces.MultiBinary)
-            if is_bits or np.can_cast(array.dtype, space.dtype or object, "same_kind"):
-                with np.errstate(all="ignore"):  # environments may make them errors
-                    cast = array.astype(space.dtype, copy=False)
-                if cast.dtype.kind == "f" or (cast == array).all():
-                    return cast
-                why = f" ({array[cast != array][0]} does not fit)"
+    if isinstance(space, spaces.Dict) and isinstance(value, Mapping):
+        if space.spaces.keys() <= value.keys():
+            parts = space.spaces.items()
+            return {key: read(part, value[key], leading) for key, part in parts}
+    elif isinstance(space, spaces.Tuple) and isinstance(value, tuple | list):
+        if len(value) == len(space.spaces):
+            pairs = zip(space.spaces, value, strict=True)
+            return tuple(read(*pair, leading) for pair in pairs)
+    elif shape is not None and (array := fit(value, shape, space.dtype)) is not None:
+        return array
     raise InvalidEnvironmentError(
-        f"the environment returned {describe(value)} as {place}, but {space} is "
-        f"declared{f', for each of {leading[0]} environments' if leading else ''}{why}"
+        f"an environment returned {describe(value)} as an observation, but "
+        f"{list(leading) or ''}{space} is declared"
     )
 
 
 def describe(value: Any) -> str:
-    """Describes a value in a few words: dtype and shape, keys, or the value."""
+    """Describes a value in a few words."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a dict of {sorted(map(str, value))}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} values"
     return f"{value!r:.99} of type {type(value).__name__}"
+
+
+# --- Action masks ---------------------------------------------------------------------
+
+
+def mask_space(observation_space: spaces.Space) -> spaces.Space | None:
+    """The space of the mask in observations; None without a mask."""
+    if isinstance(observation_space, spaces.Dict):
+        return observation_space.spaces.get(MASK)
+    return None
+
+
+def add_part(observation: Any, name: str, part: Any) -> dict[str, Any]:
+    """An observation, or its space, as a dict with a further part."""
+    is_dict = isinstance(observation, Mapping)
+    return {**(observation if is_dict else {"observation": observation}), name: part}
+
+
+class MaskFromInfo(gymnasium.Wrapper):
+    """Adds info["action_mask"] to the observation; one array, or one per choice."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        mask = spaces.MultiBinary(sum(num_options(env.action_space)) or 1)
+        parts = add_part(env.observation_space, MASK, mask)
+        self.observation_space = spaces.Dict(parts)
+
+    def add_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        if MASK not in info:
+            raise InvalidEnvironmentError(f"--mask_actions: no {MASK} in {info!r:.200}")
+        given = info[MASK] if isinstance(info[MASK], tuple | list) else [info[MASK]]
+        mask = np.concatenate([np.asarray(part).reshape(-1) for part in given])
+        return add_part(observation, MASK, (mask != 0).astype(np.int8))
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**arguments)
+        return self.add_mask(observation, info), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        masked = self.add_mask(observation, info)
+        return masked, reward, terminated, truncated, info

@@ -20,7 +20,6 @@ from torchbeast.base.hardware import memory_limit
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import atari
-from torchbeast.envs.action_masks import check_mask
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.values import as_stack, check_spaces
 from torchbeast.flags import Flags
@@ -286,7 +285,6 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         )
         check_spaces(observation_space, action_space)
         distribution = make_distribution(action_space)
-        check_mask(observation_space, action_space)
         if flags.num_actions not in (None, getattr(action_space, "n", None)):
             raise ValueError(f"--num_actions {flags.num_actions}, got {action_space}")
         num_rows = flags.num_actors * (flags.unroll_length + 1)

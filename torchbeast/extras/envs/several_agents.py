@@ -19,12 +19,18 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
-from torchbeast.base.named import call_named, find_object, parse_paths
-from torchbeast.envs.action_masks import MaskFromInfo, add_part, check_mask
+from torchbeast.base.named import find_object, parse_paths
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
 from torchbeast.envs.make_env import names_python, takes
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.envs.values import AGENT, InvalidEnvironmentError, check_spaces, read
+from torchbeast.envs.values import (
+    AGENT,
+    InvalidEnvironmentError,
+    MaskFromInfo,
+    add_part,
+    check_spaces,
+    read,
+)
 
 
 def vector_maker(
@@ -60,10 +66,9 @@ def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:
     flag, arguments = f"--env {flags.env}", json.loads(flags.env_kwargs or "{}")
     if render_mode:
         arguments = {"render_mode": render_mode, **arguments}
-    env = call_named(flag, find_object(flag, flags.env), **arguments)
+    env = find_object(flag, flags.env)(**arguments)
     for path, more in parse_paths("--wrapper", flags.wrapper or ""):
-        flag = f"--wrapper {path}"
-        env = call_named(flag, find_object(flag, path), env, **more)
+        env = find_object(f"--wrapper {path}", path)(env, **more)
     return env
 
 
@@ -99,7 +104,6 @@ class ParallelGame:
             self._fail(f"possible_agents has an agent twice: {self.agents}")
         self.space = space = self._common("observation_space")
         self.action_space = self._common("action_space")
-        check_spaces(space, self.action_space)
         self.add_mask: Any = lambda observation, info: observation
         if flags.mask_actions:
             one: Any = gymnasium.Env()
@@ -110,7 +114,7 @@ class ParallelGame:
             number = spaces.MultiBinary(len(self.agents))
             space = spaces.Dict(add_part(space, AGENT, number))
         self.observation_space = space
-        check_mask(space, self.action_space)
+        check_spaces(space, self.action_space)
         self.set_seed(flags.seed, 0)
 
     def _fail(self, what: str) -> NoReturn:
@@ -147,7 +151,7 @@ class ParallelGame:
                 )
             info = infos.get(agent, {})
             observation, *numbers = (x[agent] for x in values)
-            observation = read(self.space, observation, (), f"observation of {agent!r}")
+            observation = read(self.space, observation)
             found[i] = (self.add_mask(observation, info), *numbers, select(info))
         return found
 

@@ -16,9 +16,8 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from torchbeast.base.errors import FlagError, needing
-from torchbeast.base.named import call_named, find_object
+from torchbeast.base.named import find_object
 from torchbeast.base.nested import Nested, flatten, map_nested
-from torchbeast.envs.action_masks import check_mask
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather
 from torchbeast.envs.make_env import names_python, takes
 from torchbeast.envs.values import InvalidEnvironmentError, check_spaces, describe, read
@@ -45,7 +44,7 @@ def vector_maker(
 
         def make(num_envs: int, seed: int) -> Any:
             given = {"num_envs": num_envs, **arguments}
-            return call_named(f"--env {name}", function, **given)
+            return function(**given)
     else:
         return None
     if flags.wrapper or flags.mask_actions or render_mode:
@@ -112,8 +111,7 @@ class VectorGames:
             )
         self.single_observation_space = self.env.single_observation_space
         self.single_action_space = self.env.single_action_space
-        for check in check_spaces, check_mask:
-            check(self.single_observation_space, self.single_action_space)
+        check_spaces(self.single_observation_space, self.single_action_space)
 
     def _fail(self, what: str) -> NoReturn:
         raise InvalidEnvironmentError(f"--env {self.name}: {what}")
@@ -171,11 +169,11 @@ class VectorGames:
         """The last observations where cut [E]; the others are of `observation`."""
         space, arrays = self.single_observation_space, map_nested(np.copy, observation)
         is_each = isinstance(last, np.ndarray) and last.dtype.hasobject
-        given = last if is_each else read(space, last, (self.num_envs,), "final_obs")
+        given = last if is_each else read(space, last, (self.num_envs,))
         for e in np.flatnonzero(cut):
             one = map_nested(lambda x, e=e: x[e], given)
             if is_each:
-                one = read(space, one, (), "final_obs")
+                one = read(space, one)
             for to, value in zip(flatten(arrays), flatten(one), strict=True):
                 to[e] = value
         return arrays

@@ -14,7 +14,7 @@ import torch
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
-from torchbeast.base.named import call_named, find_named
+from torchbeast.base.named import find_named
 from torchbeast.base.nested import Nested
 from torchbeast.core import means
 from torchbeast.core.columns import join_columns, spread
@@ -93,20 +93,21 @@ class Method(torch.nn.Module, abc.ABC):
         """
 
 
-def find_method(explorer: str) -> tuple[str, Any, dict[str, Any]]:
+def find_method(explorer: str) -> tuple[Any, dict[str, Any]]:
     """What find_named() finds. Raises FlagError if it is no Method."""
-    flag, kind, arguments = find_named("--explorer", explorer)
+    kind, arguments = find_named("--explorer", explorer)
     if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise FlagError(f"{flag} is no class with the base {Method.__module__}.Method")
-    return flag, kind, arguments
+        base = f"{Method.__module__}.Method"
+        raise FlagError(f"--explorer {explorer} is no class with the base {base}")
+    return kind, arguments
 
 
 def make_method(explorer: str | None, *about: Any) -> Any:
     """Makes the Method that --explorer names; None without a name. Raises UserError."""
     if not explorer:
         return None
-    flag, kind, arguments = find_method(explorer)
-    return call_named(flag, kind, *about, **arguments)
+    kind, arguments = find_method(explorer)
+    return kind(*about, **arguments)
 
 
 class Explorer:
