@@ -1,7 +1,4 @@
-"""MonoBeast, but test games count as stuck after 30 s without a step.
-
-The log says it if no game has ended for two seconds.
-"""
+"""MonoBeast, but test games count as stuck after 30 s without a step."""
 
 import sys
 
@@ -10,6 +7,5 @@ if __name__ == "__main__":
     from torchbeast.extras import evaluator
     from torchbeast.play import evaluate
 
-    evaluate.QUIET_SECONDS = 2.0
     evaluate.START_SECONDS = evaluator.STEP_SECONDS = 30.0
     sys.exit(monobeast.main())

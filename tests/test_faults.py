@@ -139,7 +139,7 @@ def test_environment_is_never_made(start):
     run = start(env="faulty:SlowToMake", actor_timeout=1)
     run.wait_for_end(1, 3 * END_SECONDS)
     assert "Making one environment of faulty:SlowToMake" in run.console
-    run.assert_error("ProcessError: faulty:SlowToMake was not made within 1 s")
+    run.assert_error("that makes an environment of faulty:SlowToMake (pid ")
     assert "in hold_the_lock" in run.console, "where it hangs"
     assert not run.path.exists()
 
@@ -147,7 +147,6 @@ def test_environment_is_never_made(start):
 def test_environment_is_never_closed(start):
     run = start(env="faulty:SlowToClose", total_steps=600)
     run.wait_for_end(0, 3 * END_SECONDS)
-    assert run.console.count("SlowToClose did not return within 5 s") == 1
     run.assert_no_error()
 
 

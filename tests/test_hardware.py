@@ -76,8 +76,9 @@ def test_children_of_a_process_that_openmp_has_pinned_get_all_cores(name):
     if len(cores) < 2:
         runs.skip("needs two cores")
     code = (
-        "from torchbeast.procs import processes; import torch, subprocess, sys\n"
-        "from torchbeast.base import hardware; torch.ones(9); processes.unpin()\n"
+        "from torchbeast.procs import processes; processes.exit_on_stop_signals()\n"
+        "import torch, subprocess, sys; torch.ones(9)\n"
+        "from torchbeast.base import hardware\n"
         "print(hardware.num_cpus(), flush=True)\n"
         "code = 'import torch, os; print(len(os.sched_getaffinity(0)))'\n"
         "subprocess.run([sys.executable, '-c', code], check=True)"

@@ -212,13 +212,6 @@ def pong(savedir):
     return {"num_test_episodes": 1, "max_episode_frames": 200}
 
 
-def test_render_without_a_display_says_what_to_do(savedir, pong, monkeypatch):
-    monkeypatch.delenv("DISPLAY", raising=False)
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    output = runs.run(savedir, "a", **pong, mode="test_render", status=1)
-    assert "--video FILE.mp4" in output
-
-
 @pytest.mark.skipif(not shutil.which("Xvfb"), reason="needs Xvfb for a display")
 def test_render_shows_a_window(savedir, pong, tmp_path, monkeypatch):
     xvfb = ["Xvfb", "-displayfd", "1", "-screen", "0", "640x480x24"]

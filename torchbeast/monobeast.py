@@ -47,8 +47,6 @@ from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
-from torchbeast.local.actors import actor_context
-from torchbeast.local.env_spec import find_env_spec
 from torchbeast.local.layout import actors_class, resolve_layout
 from torchbeast.model import CHOICES, make_model
 from torchbeast.procs.threads import LearnerThreads
@@ -299,12 +297,7 @@ def train(start: Start, *attach: Callable[[Run], Any], until: int | None = None)
     For attach and until see Run.
     """
     flags = start.flags
-    if flags.serial:
-        from torchbeast.local import serial  # an environment in this process
-
-        env_spec = serial.find_env_spec(flags)
-    else:
-        env_spec = find_env_spec(flags, actor_context(), flags.actor_timeout)
+    env_spec = actors_class(flags).find_env_spec(flags)
     check_games_can_be_saved(flags, env_spec.exact_resume)
     learner = Learner(flags, env_spec)
     keep_freed_memory(learner.device)
@@ -341,7 +334,7 @@ def train(start: Start, *attach: Callable[[Run], Any], until: int | None = None)
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
         rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-        actors = run.guests.wrap("actors", actors, rows)
+        actors = run.guests.wrap(actors, rows)
         loop = in_rounds if flags.sync else at_once
         loop(run, actors, learn_from)
     return run.exit_status

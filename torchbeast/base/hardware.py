@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path("/")  # of the system; tests have their own
-# Read before PyTorch is imported, which may change them, see processes.unpin.
+# Read before PyTorch is imported, which may change them.
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 

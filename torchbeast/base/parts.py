@@ -28,8 +28,8 @@ A guest may have
     close(status)       the run has ended with this exit status
 
 update, columns and row are called in the thread that learns, the others in the main
-thread. If attach or a method raises, the run ends with this error. Importing a part
-loads neither PyTorch nor its package: it imports them where it uses them.
+thread. If attach or a method raises, the run ends with this error. A part imports
+PyTorch and its package where it uses them.
 """
 
 import functools
@@ -78,12 +78,11 @@ class Guests(list[Any]):
         """Calls a method of all guests that have it; returns what they return."""
         return [getattr(x, method)(*args) for x in self if hasattr(x, method)]
 
-    def wrap(self, method: str, value: Any, *args: Any) -> Any:
-        """Lets each guest that has the method replace a value."""
+    def wrap(self, actors: Any, rows: Any) -> Any:
+        """Lets each guest replace the actors."""
         for guest in self:
-            if hasattr(guest, method):
-                value = getattr(guest, method)(value, *args)
-        return value
+            actors = getattr(guest, "actors", lambda x, rows: x)(actors, rows)
+        return actors
 
     def close(self, status: int) -> None:
         """Closes them, the last one first: it may have a file that others watch."""

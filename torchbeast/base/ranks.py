@@ -1,10 +1,7 @@
 """The learners of a run: one alone, or several, which are called ranks.
 
-    from torchbeast.base import ranks
-    ranks.total(x)  # the sum over all learners
-
 torchrun starts several; extras/ranks then has the same methods. All ranks call them in
-the same order. Importing this module does not load torch.
+the same order, for example ranks.total(x). This module does not load torch.
 """
 
 import contextlib
@@ -14,10 +11,9 @@ from typing import Any
 
 
 class Alone:
-    """One learner."""
+    """One learner. Rank 0 writes the run's files."""
 
     def rank(self) -> int:
-        """The number of this rank. Rank 0 writes the run's files."""
         return 0
 
     def size(self) -> int:
@@ -39,13 +35,11 @@ class Alone:
     def add_gradients(self, parameters: Iterable[Any]) -> None:
         """Replaces all gradients by their sums over all ranks."""
 
-    def joined(self, x: Any, dim: int) -> Any:
+    def joined(self, x: Any, dim: int = 0) -> Any:
         """The tensors of all ranks, of one shape, as one, in their order."""
         return x
 
-    def joined_list(self, items: list[Any]) -> list[Any]:
-        """The lists of all ranks as one, in their order."""
-        return items
+    joined_list = joined  # the same for lists
 
     def highest(self, number: int) -> int:
         """The highest of the ranks' numbers."""
@@ -55,9 +49,7 @@ class Alone:
         """What make() returns in rank 0."""
         return make()
 
-    def begun(self, begin: Callable[[], Any]) -> Any:
-        """begin() in rank 0, a context manager of a Start; all ranks enter it."""
-        return begin()
+    begun = of_first  # for a context manager of a Start, which all ranks enter
 
     def copy_first(self, tensors: Iterable[Any]) -> None:
         """Overwrites the tensors with those of rank 0."""

@@ -21,7 +21,7 @@ from torchbeast.base.seeds import derive_seed
 from torchbeast.core.buffers import step_counters
 from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import Flags
-from torchbeast.local.env_spec import EnvSpec
+from torchbeast.local.env_spec import EnvSpec, find_env_spec
 from torchbeast.procs import children
 
 if TYPE_CHECKING:
@@ -74,16 +74,13 @@ class TorchSettings:
     )
 
     def __init__(self) -> None:
-        self._inside = self._outside = self._now()
-
-    def _now(self) -> list[Any]:
-        return [get() for get, _ in self.SETTINGS]
+        self._inside = self._outside = [get() for get, _ in self.SETTINGS]
 
     def __enter__(self) -> None:
         self._change_to(self._inside)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = self._now()
+        self._inside = [get() for get, _ in self.SETTINGS]
         self._change_to(self._outside)
 
     def _change_to(self, values: list[Any]) -> None:
@@ -129,11 +126,11 @@ def run_actor(
                 # As bytes: pipes send tensors through shared memory, which may be full.
                 pipe.send(("saved", pickle.dumps(actor.state_dict())))
                 continue
-            _, slots, bank, policy_version = arguments
+            i, slots, bank, policy_version = arguments
             actor.load_weights(bank, policy_version)
             pipe.send(("loaded", bank))
             actor.unroll(slots)
-            pipe.send(("done", index, slots, actor.timings.shares()))
+            pipe.send(("done", i, slots, actor.timings.shares()))
 
 
 def make_envs(flags: Flags, index: int) -> "Environment":
@@ -150,18 +147,17 @@ class Actors:
 
     Each actor has its own pipe. Commands to an actor, and its replies:
 
-        ("unroll", index, slots, bank, policy_version)   ("loaded", bank),
-                                                         ("done", number, slots,
-                                                          timings)
-        ("save",)                                        ("saved", state)
+        ("unroll", index, slots, bank, policy_version)
+                    ("loaded", bank), ("done", index, slots, timings)
+        ("save",)   ("saved", state)
 
     An actor also sends ("log", level, message), and what it raises. The learner waits
     on all pipes and all processes at once, so that it sees at once if one dies.
 
     Attributes:
-      idle: numbers of the idle actors; the one that is idle for longest is the first.
+      idle: indices of the idle actors; the one that is idle for longest is the first.
       timings: how each actor has spent its time so far; {} before its first unroll.
-      children: by the actor's number.
+      children: by the actor's index.
     """
 
     def __init__(
@@ -173,43 +169,46 @@ class Actors:
         weights: SharedWeights,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
-        self.flags, self.publish = flags, weights.publish
-        self.weights, self._arguments = weights, (actor_class, env_spec, buffers)
+        self.flags, self.weights, self.publish = flags, weights, weights.publish
         self.idle = list(range(flags.num_actors))
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]
         self.steps = step_counters(flags.num_actors)
         self.watch = children.StepWatch(flags.actor_timeout)
-        self._group = children.Children(actor_context(), STOP_SECONDS)
+        self.group = children.Children(actor_context(), STOP_SECONDS)
         try:
-            self._start(saved)
+            self.children = self.start(actor_class, env_spec, buffers, saved)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, saved: Sequence[dict[str, Any]] | None) -> None:
-        """Starts the processes: fills `children`."""
+    @staticmethod
+    def find_env_spec(flags: Flags) -> EnvSpec:
+        """The properties of the environment. Raises UserError: it can't be used."""
+        return find_env_spec(flags, actor_context(), flags.actor_timeout)
+
+    def start(
+        self, actor_class: Any, env_spec: EnvSpec, buffers: Any, saved: Any
+    ) -> list[children.Child]:
+        """Starts the processes."""
         first = ranks.rank() * self.flags.num_actors  # each rank plays other games
-        for index, steps in enumerate(self.steps):
-            number, state = first + index, saved and pickle.dumps(saved[index])
-            actor_class, env_spec, buffers = self._arguments
-            about = actor_class, self.flags, env_spec, number, buffers
-            memory = self.weights.memory
-            who = f"actor {number}"
-            child = self._group.start(who, run_actor, *about, memory, state, steps)
+        for i, steps in enumerate(self.steps):
+            state, memory = saved and pickle.dumps(saved[i]), self.weights.memory
+            about = actor_class, self.flags, env_spec, first + i, buffers, memory
+            child = self.group.start(
+                f"actor {first + i}", run_actor, *about, state, steps
+            )
             child.steps = steps
-        self.children = list(self._group.alive)
+        return list(self.group.alive)
 
     def timing_shares(self) -> dict[str, float]:
         """How the actors spent their time, on average."""
         known = [t for t in self.timings if t]
-        names = known[0] if known else {}
-        return {k: statistics.fmean(t[k] for t in known) for k in names}
+        return {k: statistics.fmean(t[k] for t in known) for k in (known or [{}])[0]}
 
     def start_unroll(self, index: int, slots: list[int]) -> int:
         """Makes an idle actor fill the slots with the newest weights.
 
-        Returns:
-          The number of updates of these weights.
+        Returns the number of updates of these weights.
         """
         self.idle.remove(index)
         self.watch.restart(self.children[index])
@@ -220,22 +219,15 @@ class Actors:
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         """Waits for actors and yields (index, slots) of each complete unroll.
 
-        Args:
-          timeout: maximal seconds to wait.
-          wake_up: a file descriptor that ends the wait when it is readable.
-
-        Raises:
-          ProcessError: an actor died, raised, or took no step for --actor_timeout s.
-          UserError: what an actor raised.
+        Waits for `timeout` seconds, or until the file descriptor `wake_up` is readable.
+        Raises UserError: an actor died, raised, or took no step for --actor_timeout.
         """
-        for child in children.wait(self._group.alive, timeout, [wake_up]):
-            for _, number, slots, timings in self._receive(child):
-                index = number % self.flags.num_actors
+        for child in children.wait(self.group.alive, timeout, [wake_up]):
+            for _, index, slots, timings in self._receive(child):
                 self.idle.append(index)
                 self.timings[index] = timings
                 yield index, slots
-        busy = (c for i, c in enumerate(self.children) if i not in self.idle)
-        self.watch.check(busy)
+        self.watch.check(c for i, c in enumerate(self.children) if i not in self.idle)
 
     def save(self) -> list[dict[str, Any]]:
         """Returns the states of all actors, for an exact resume. All must be idle."""
@@ -244,7 +236,7 @@ class Actors:
         states = []
         for child in self.children:
             if not children.wait([child], self.watch.timeout):
-                self.watch.fail(child)
+                children.fail_stuck(child, self.watch.timeout)
             ((_, state),) = self._receive(child)
             states.append(pickle.loads(state))
         return states
@@ -255,10 +247,10 @@ class Actors:
 
     def close(self) -> None:
         """Ends all processes and the programs that their environments have started."""
-        for child in self._group.alive:
+        for child in self.group.alive:
             child.pipe.close()  # asks it to exit
-        self._group.end(STOP_SECONDS)
-        self._group.close()
+        self.group.end(STOP_SECONDS)
+        self.group.close()
 
     def _receive(self, child: children.Child) -> Iterator[tuple]:
         """Yields the "done" and "saved" that have arrived from an actor."""

@@ -41,35 +41,18 @@ class EnvSpec(NamedTuple):
 def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
     """Makes the environment in a child process, reads its properties and closes it.
 
-    Args:
-      context: of multiprocessing, starts the child.
-      timeout: seconds for making the environment.
-
-    Raises:
-      ProcessError: the environment raised, took too long, or its process died.
-      UserError: the flags do not name a usable environment.
+    `context` is of multiprocessing. Raises UserError if the flags name no usable
+    environment, or it was not made within `timeout` seconds.
     """
     log.info("Making one environment of %s to read its spaces.", flags.env)
     with contextlib.closing(children.Children(context)) as group:
-        who = f"the process that made an environment of {flags.env}"
+        who = f"the process that makes an environment of {flags.env}"
         child = group.start(who, _describe, flags)
-        for seconds, advice in (
-            (START_SECONDS, "Its process still imports packages"),
-            (timeout, "If it needs that long, raise --actor_timeout"),
-        ):
+        for seconds in (START_SECONDS, timeout):  # of the imports, of the environment
             if not children.wait([child], seconds):
-                children.print_stack(child)
-                raise children.ProcessError(
-                    f"{flags.env} was not made within {seconds:g} s. If its process "
-                    f"could print its stack, it is above. {advice}"
-                )
+                children.fail_stuck(child, seconds)
             spec = child.receive()
-        child.process.join(CLOSE_SECONDS)
-        if child.process.is_alive():
-            log.warning(
-                "close() of %s did not return within %g s: its process is killed.",
-                *(flags.env, CLOSE_SECONDS),
-            )
+        group.end(CLOSE_SECONDS)
         return spec
 
 
@@ -84,12 +67,13 @@ def spec_of(env: Any) -> EnvSpec:
 def _describe(flags: Flags, pipe: connection.Connection) -> None:
     """The child process. Only here are the environment's modules imported."""
     children.begin_child()
-    with children.sending_errors(pipe, f"{flags.env} can't be made"):
+    problem = f"{flags.env} can't be made"
+    with children.sending_errors(pipe, problem):
         from torchbeast.envs.environment import example_environment
 
         pipe.send(())  # it has begun
         with (
             contextlib.closing(example_environment(flags)) as env,
-            children.sending_errors(pipe, f"{flags.env} can't be made"),
+            children.sending_errors(pipe, problem),
         ):
             pipe.send(spec_of(env))

@@ -1,7 +1,4 @@
-"""--serial: the environments and the actor in the learner's process and thread.
-
-So a debugger's breakpoints and a profiler see all that a run does.
-"""
+"""--serial: environments and actor in the learner's thread, for debuggers."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +15,13 @@ from torchbeast.local.actors import TorchSettings, make_envs
 from torchbeast.local.env_spec import EnvSpec, spec_of
 
 
-def find_env_spec(flags: Flags) -> EnvSpec:
-    """Makes an environment, reads its properties and closes it."""
-    with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
-        return spec_of(env)
-
-
 class SerialActors:
     """One actor, with the methods and attributes of Actors. `finished` lets it act."""
+
+    @staticmethod
+    def find_env_spec(flags: Flags) -> EnvSpec:
+        with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
+            return spec_of(env)
 
     def __init__(
         self,
@@ -37,8 +33,7 @@ class SerialActors:
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         self.flags, self.weights, self.publish = flags, weights, weights.publish
-        self.idle = [0]
-        self._slots: list[int] = []
+        self.idle, self._slots = [0], list[int]()
         with torch.random.fork_rng(devices=[]):  # as if it had a process of its own
             env = make_envs(flags, 0)
             check_same_spaces(flags.env, env_spec, env)
@@ -48,8 +43,7 @@ class SerialActors:
 
     def start_unroll(self, index: int, slots: list[int]) -> int:
         """Loads the newest weights. Returns their number of updates."""
-        self.idle.remove(index)
-        self._slots = slots
+        self.idle, self._slots = [], slots
         bank, policy_version = self.weights.acquire()
         self.actor.timings.reset()
         self.actor.load_weights(bank, policy_version)

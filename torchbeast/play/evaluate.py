@@ -2,21 +2,16 @@
 
 Each game has a number. Its environment's seed and its actions' random numbers follow
 from --seed and the number, so a game does not depend on the others, nor on how many
-processes play, unless its environment draws from global random generators. Read it top
-to bottom: evaluate, test, play_in_processes, play.
+processes play, unless its environment draws from global random generators.
 """
 
 import collections
 import contextlib
-import functools
 import logging
-import math
 import os
 import pickle
 import statistics
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from multiprocessing import connection
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +20,9 @@ import numpy as np
 import torch
 
 from torchbeast.base import parts
-from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
-from torchbeast.base.seldom import Seldom
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.buffers import step_counters
 from torchbeast.envs.environment import Environment
@@ -47,7 +40,6 @@ TEST_STREAM, EVAL_STREAM = 2**31, 2**31 + 1
 # The rounding of a forward pass depends on the size of the batch and on the row in it.
 # So a batch always has this size, and game n is always played in row n % BATCH.
 BATCH = 8
-QUIET_SECONDS = 60.0  # between two lines of a log in which no game ends
 
 
 class Game(NamedTuple):
@@ -61,8 +53,9 @@ class Game(NamedTuple):
     length: int
 
 
-Games = Generator[Game | None, None, None]  # None: no game has ended for a while
-Play = Callable[[Flags, dict[str, torch.Tensor], Sequence[int]], Games]
+Games = Generator[Game, None, None]
+Weights = dict[str, torch.Tensor]
+Play = Callable[[Flags, Weights, Sequence[int]], Games]
 
 
 def evaluate(
@@ -70,9 +63,7 @@ def evaluate(
 ) -> None:
     """Tests the checkpoint of --xpid, with the flags saved in it; writes test.json.
 
-    Args:
-      typed: see flagset.read.
-      find_player: returns what plays the games; None: this machine plays them.
+    find_player returns what plays the games; None: this machine plays them.
     """
     flags = flagset.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
@@ -84,65 +75,43 @@ def evaluate(
         start.print_warnings_only()
     play_games = find_player(flags) or play_in_processes
     flags = flagset.resolve(flags).freeze()
-    games = test(flags, saved["model_state_dict"], play_games)
-    step = saved.get("stats", {}).get("step")
+    games: list[Game] = []
+    numbers = range(flags.num_test_episodes)
+    with contextlib.closing(play_games(flags, saved["model_state_dict"], numbers)) as x:
+        for game in x:
+            games.append(game)
+            log.info("Game %d: return %.2f after %d steps", *game)
+    _, returns, lengths = zip(*sorted(games), strict=True)  # by number
     path = path.resolve()
-    parts.call("tested", flags, path.parent, step)
-    if video_file(flags) or flags.mode != "test":
-        return
     result = {
         "xpid": path.parent.name,  # --xpid, or what "latest" links to
         "checkpoint": path.name,
-        "step": step,
-        **games,
-        "seed": flags.seed,
-        "flags": flags.as_dict(),
-        "date": files.now(),
-        **files.provenance(),
-    }
-    path = path.with_name(path.name.replace("model", "test", 1)).with_suffix(".json")
-    try:
-        files.write_json(path, result)
-        log.info("Wrote %s", path)
-    except OSError as error:  # for example, somebody else's run
-        log.warning("Can't write %s: %s. The result is only in this log.", path, error)
-
-
-def test(
-    flags: Flags, model_state: dict[str, torch.Tensor], play_games: Play
-) -> dict[str, Any]:
-    """Plays flags.num_test_episodes games; returns what test.json has about them."""
-    games: list[Game] = []
-    is_due = Seldom(QUIET_SECONDS)
-    is_due()
-    found = play_games(flags, model_state, range(flags.num_test_episodes))
-    with contextlib.closing(found):
-        for game in found:
-            if game:
-                games.append(game)
-                log.info("Game %d: return %.2f after %d steps", *game)
-            elif is_due():
-                log.info(
-                    "%d of %d games have ended. A game without an end needs a limit, "
-                    "such as --wrapper "
-                    """'gymnasium.wrappers:TimeLimit{"max_episode_steps": 1000}'""",
-                    *(len(games), flags.num_test_episodes),
-                )
-    _, returns, lengths = zip(*sorted(games), strict=True)  # by number
-    result = {
+        "step": saved.get("stats", {}).get("step"),
         "num_games": len(games),
         "policy": "greedy" if flags.greedy else "sampled",
         "mean": statistics.fmean(returns),
         "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
         "returns": returns,
         "lengths": lengths,
+        "seed": flags.seed,
+        "flags": flags.as_dict(),
+        "date": files.now(),
+        **files.provenance(),
     }
     log.info(
         "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f "
         "(%(policy)s actions)",
         result,
     )
-    return result
+    parts.call("tested", flags, path.parent, result["step"])
+    if draws(flags):
+        return
+    path = path.with_name(path.name.replace("model", "test", 1)).with_suffix(".json")
+    try:
+        files.write_json(path, result)
+        log.info("Wrote %s", path)
+    except OSError as error:  # for example, somebody else's run
+        log.warning("Can't write %s: %s. The result is only in this log.", path, error)
 
 
 # --- Playing --------------------------------------------------------------------------
@@ -153,48 +122,31 @@ def video_file(flags: Flags) -> str | None:
     return getattr(flags, "video", None)
 
 
-def most_at_once(flags: Flags) -> int:
-    """Environments at once: as many as in training; one if the games are drawn."""
-    if video_file(flags) or flags.mode == "test_render":
-        return 1
-    return (flags.num_actors or 1) * (flags.envs_per_actor or 1)
+def draws(flags: Flags) -> bool:
+    return bool(flags.mode == "test_render" or video_file(flags))
 
 
-def play_in_processes(
-    flags: Flags, model_state: dict[str, torch.Tensor], numbers: Sequence[int]
-) -> Games:
-    """Plays games in at most one process per core; yields them as they end.
+def play_in_processes(flags: Flags, weights: Weights, numbers: Sequence[int]) -> Games:
+    """Plays games in several processes; yields them as they end.
 
-    Raises:
-      UserError: what `play` raises, in a process.
-      ProcessError: a process raised something else, died, or took no step for
-        --actor_timeout or START_SECONDS seconds, whichever is longer.
+    There are at most as many processes, and environments in each, as in training.
+    Raises UserError: a process raised, died, or took no step for too long.
     """
-    names = ("DISPLAY", "WAYLAND_DISPLAY")
-    has_display = sys.platform != "linux" or any(map(os.environ.get, names))
-    if flags.mode == "test_render" and not (video_file(flags) or has_display):
-        raise FlagError(
-            "--mode test_render needs a display, and neither DISPLAY nor "
-            "WAYLAND_DISPLAY is set; record a video instead: --video FILE.mp4"
-        )
-    most = max(1, most_at_once(flags) // BATCH)
-    count = min(most, num_cpus(), math.ceil(len(numbers) / BATCH))
+    batches = [numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH)]
+    count = 1 if draws(flags) else min(flags.num_actors, num_cpus(), len(batches))
     # They may first import packages, and make or reset slow environments.
     watch = children.StepWatch(max(flags.actor_timeout, START_SECONDS))
-    weights = pickle.dumps(model_state)  # bytes: tensors would go through shared memory
     left: dict[children.Child, int] = {}  # games that have not ended
     who = f"a process that plays games of {flags.env}"
     with contextlib.closing(children.Children(actor_context())) as group:
         for i in range(count):
-            own = [n for n in numbers if n // BATCH % count == i]  # whole batches
+            own = [n for batch in batches[i::count] for n in batch]
             left[start_player(group, who, flags, own, TEST_STREAM)] = len(own)
         for child in left:
-            child.send(weights)
+            child.send(pickle.dumps(weights))
         while left:
             ready = children.wait(left, 1.0)
             watch.check(left)
-            if not ready:
-                yield None
             for child in ready:
                 if game := child.receive():
                     yield game
@@ -206,16 +158,11 @@ def play_in_processes(
         group.end(CLOSE_SECONDS)
 
 
-def start_player(
-    group: children.Children,
-    who: str,
-    flags: Flags,
-    numbers: Sequence[int],
-    stream: int,
-) -> children.Child:
-    """Starts a child that plays these games whenever it is sent weights.
+def start_player(group: Any, who: str, flags: Flags, numbers: Any, stream: int) -> Any:
+    """Starts a child of the group that plays these games whenever it gets weights.
 
-    Weights are a pickled state dict. It sends each game when it ends, or an error.
+    It gets a pickled state dict, because tensors would go through shared memory. It
+    sends each game when it ends, or an error.
     """
     (steps,) = step_counters(1)
     child = group.start(who, _play_in_child, flags, numbers, stream, steps)
@@ -224,16 +171,11 @@ def start_player(
 
 
 def _play_in_child(
-    flags: Flags,
-    numbers: Sequence[int],
-    stream: int,
-    steps: torch.Tensor,
-    pipe: connection.Connection,
+    flags: Flags, numbers: Sequence[int], stream: int, steps: torch.Tensor, pipe: Any
 ) -> None:
     children.begin_child()
     os.nice(19 if stream == EVAL_STREAM else 0)  # the training has priority
     torch.set_num_threads(1)
-    on_step = functools.partial(steps.add_, 1)
     problem = f"a game of {flags.env} failed"
     with contextlib.suppress(EOFError, OSError):  # there are no more weights
         while True:
@@ -244,65 +186,60 @@ def _play_in_child(
                 contextlib.ExitStack() as stack,
                 children.sending_errors(pipe, problem),
             ):
-                for game in play(flags, weights, numbers, stream, on_step, stack):
+                for game in play(flags, weights, numbers, stream, steps, stack):
                     pipe.send(game)
 
 
 def play(
     flags: Flags,
-    model_state: dict[str, torch.Tensor],
+    weights: Weights,
     numbers: Sequence[int],
     stream: int = TEST_STREAM,
-    on_step: Callable[[], Any] = lambda: None,
+    steps: torch.Tensor | None = None,
     stack: contextlib.ExitStack | None = None,
-) -> Generator[Game, None, None]:
+) -> Games:
     """Plays the games with these numbers; yields them as they end.
 
-    Args:
-      stream: games of another stream have other seeds.
-      on_step: called whenever an environment was made, reset or stepped.
-      stack: closes the environments and the video, also after an error.
+    Games of another stream have other seeds. `steps` is increased; `stack` closes the
+    environments and the video, also after an error.
     """
+    steps = torch.zeros((), dtype=torch.int64) if steps is None else steps
     stack = stack or contextlib.ExitStack()
-    most, video = most_at_once(flags), None
-    draws = flags.mode == "test_render"
-    if path := video_file(flags):
-        from torchbeast.extras.video import Video  # optional
-
-        draws, video = True, Video(path, flags.env)
-        stack.callback(lambda: video.close())
     flags = flags.replace(seed=derive_seed(flags.seed, stream))
-    rows: dict[int, list[int]] = {}  # the games of each row of the batch
+    rows: dict[int, collections.deque[int]] = {}  # the games of each row of the batch
     for number in numbers:
-        rows.setdefault(0 if draws else number % BATCH, []).append(number)
+        row = 0 if draws(flags) else number % BATCH
+        rows.setdefault(row, collections.deque()).append(number)
+    most = flags.envs_per_actor or 1
     for i in range(0, len(rows), most):
-        part = {row: rows[row] for row in list(rows)[i : i + most]}
-        yield from _play_rows(flags, model_state, part, video, stack, on_step)
+        part = dict(list(rows.items())[i : i + most])
+        yield from _play_rows(flags, weights, part, steps, stack)
         stack.close()
 
 
 def _play_rows(
     flags: Flags,
-    model_state: dict[str, torch.Tensor],
-    numbers: Mapping[int, Sequence[int]],
-    video: Any,
+    weights: Weights,
+    waiting: dict[int, collections.deque[int]],
+    steps: torch.Tensor,
     stack: contextlib.ExitStack,
-    on_step: Callable[[], Any],
-) -> Generator[Game, None, None]:
+) -> Games:
     """Plays the games of some rows of the batch, each in an environment of its own."""
-    render = "rgb_array" if video else "human" if flags.mode == "test_render" else None
-    waiting = {i: collections.deque(x) for i, x in numbers.items()}
+    render, video = "human" if flags.mode == "test_render" else None, None
+    if path := video_file(flags):
+        from torchbeast.extras.video import Video  # optional
+
+        render, video = "rgb_array", Video(path, flags.env)
+        stack.callback(lambda: video.close())
     envs: dict[int, Environment] = {}
-    settings = TorchSettings()
     for i in waiting:
-        envs[i] = Environment(flags, None, i, render_mode=render, around=settings)
+        envs[i] = Environment(flags, None, i, render, TorchSettings())
         stack.callback(envs[i].close)
-        filler = envs[i].initial()  # a first reset may differ from all later ones
-        on_step()
+        steps += 1
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
     spaces = first.observation_space, first.action_space
-    model = load_model(flags, *spaces, model_state)
+    model = load_model(flags, *spaces, weights)
     generators = [torch.Generator() for _ in range(BATCH)]
     playing: dict[int, int] = {}  # row: number of the game
     ended: dict[int, list[tuple[float, int]]] = {}  # of its agents so far
@@ -319,14 +256,15 @@ def _play_rows(
         playing[i], ended[i] = waiting[i].popleft(), []
         generators[i].manual_seed(derive_seed(flags.seed, playing[i]))
         envs[i].set_seed(flags.seed, playing[i])
-        on_step()
+        steps.add_(1)
         return envs[i].initial()
 
-    rows: list[dict[str, Any]] = [filler] * BATCH  # to fill the batch
-    for i in envs:
-        rows[i] = begin(i)
+    begun = {i: begin(i) for i in envs}
+    filler = next(iter(begun.values()))
+    rows = [begun.get(i, filler) for i in range(BATCH)]
     state = model.initial_state(BATCH * N)
     while playing:
+        steps += 1
         if video:
             video.add(first.render())
         batch = map_nested(lambda *x: np.concatenate(x), *rows)  # [BATCH * N, ...]
@@ -335,7 +273,6 @@ def _play_rows(
         for i, number in list(playing.items()):
             game = N > 1 and envs[i].envs.envs[0].game  # of several agents
             rows[i] = row = envs[i].step(actions[i * N : (i + 1) * N])
-            on_step()
             over = row["game_over"]
             results = row["game_return"][over], row["game_step"][over]
             ended[i] += zip(*(x.tolist() for x in results), strict=True)
@@ -344,22 +281,20 @@ def _play_rows(
                 if video and not waiting[i]:
                     video.close()  # the environments may take long to close
                 yield Game(number, statistics.fmean(returns), max(lengths))
+                del playing[i]
                 if waiting[i]:
                     rows[i] = begin(i)
-                else:
-                    del playing[i]
 
 
 def load_model(
     flags: Flags,
     observation_space: gymnasium.Space,
     action_space: gymnasium.Space,
-    weights: dict[str, torch.Tensor],
+    weights: Weights,
 ) -> Net:
     """A model with the weights of a checkpoint, ready to act on the CPU.
 
-    Raises:
-      CheckpointError: the weights don't fit.
+    Raises CheckpointError: the weights don't fit.
     """
     model = make_model(flags, observation_space, action_space, torch.device("cpu"))
     checkpoint.check_fit(weights, model)

@@ -33,7 +33,6 @@ from torchbeast.polybeast.flags import Connection, OfServers, Servers
 from torchbeast.polybeast.native import require_native
 from torchbeast.polybeast.serving import serve
 from torchbeast.polybeast.supervisor import Supervisor
-from torchbeast.procs import processes
 from torchbeast.runs import flagset, start
 
 log = logging.getLogger("torchbeast.polybeast_env")
@@ -78,10 +77,7 @@ def make_parser() -> FlagParser:
 
 
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
-    """Serves until a stop signal, or until one of the sentinels `until` is ready.
-
-    Returns:
-      128 + the signal's number, or 0 without a signal.
+    """Serves until one of the sentinels `until` is ready; then returns 0.
 
     Raises:
       FlagError: a flag has a value that is not allowed.
@@ -93,7 +89,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     security.warn_of_exposed_token(flags)
     if not (flags.bind or flags.join):
         security.make_private_folder(flags.pipes_basename)
-    with processes.StopSignals() as signals, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         servers = Supervisor(serve, flags, addresses(flags))
         stack.callback(servers.stop)
         if getattr(flags, "metrics_port", 0):
@@ -101,12 +97,9 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
                 flags, servers.collect, servers.liveness, servers.readiness
             )
             stack.callback(endpoint.close)
-        while not (signals.number or connection.wait(until, 0)):
-            servers.watch(1.0, [signals.wake_pipe.reader, *until])
-    if not signals.number:
-        return 0
-    log.info("%s: all servers have ended.", signal.Signals(signals.number).name)
-    return 128 + signals.number
+        while not connection.wait(until, 0):
+            servers.watch(1.0, until)
+    return 0
 
 
 def run_for_learner(flags: Flags) -> None:

@@ -23,14 +23,7 @@ from torchbeast.core.acting import act_step
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.model import Net
-from torchbeast.play.evaluate import (
-    TEST_STREAM,
-    Game,
-    Games,
-    Play,
-    load_model,
-    video_file,
-)
+from torchbeast.play.evaluate import TEST_STREAM, Game, Games, Play, draws, load_model
 from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
 from torchbeast.polybeast.security import choose_side
 from torchbeast.polybeast.streams import StreamGroup, as_stored
@@ -101,14 +94,14 @@ def play_on_servers(
 ) -> Games:
     """Plays games on the servers of --server_addresses or --listen.
 
-    Yields each game when it ends, or None. Which environment plays which game depends
+    Yields each game when it ends. Which environment plays which game depends
     on the speed of the servers, so a repeated test may give other returns.
 
     Raises:
       FlagError, TransportError, RuntimeError: no server can be used, or the last one
         was lost for --connect_timeout seconds.
     """
-    if video_file(flags) or flags.mode == "test_render":
+    if draws(flags):
         raise FlagError("servers can't show their games: leave out --server_addresses")
     # Batches of one fit all streams; nothing learns from them.
     layout: dict[str, Any]
@@ -152,11 +145,9 @@ def play_on_servers(
             for task in tasks:
                 if task.done():
                     task.result()  # raises what has ended it
-            game = None
             with contextlib.suppress(queue.Empty):
-                game = results.get(timeout=1.0)
+                yield results.get(timeout=1.0)
                 left -= 1
-            yield game
 
 
 def fits(

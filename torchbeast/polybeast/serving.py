@@ -32,7 +32,8 @@ WATCH_SECONDS = 0.5  # between two checks of a client
 
 def serve(flags: Flags, index: int, address: str, pipe: Any) -> None:
     """The main function of a server process, until SIGTERM or its parent's end."""
-    children.begin_child(ends_by=[signal.SIGTERM])
+    children.begin_child()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.nice(5)  # the learner has priority
     pipe = supervisor.SharedPipe(pipe)
     try:

@@ -121,8 +121,8 @@ class Supervisor:
                 why = "If its environments need that long, raise --actor_timeout"
             limit = f"{self.silent_seconds:g} s"
             raise ServerError(f"it gave no sign of life for {limit}. {why}")
-        except children.ProcessError:
-            how = f"has {child.how_it_died()}"
+        except children.ProcessError as error:
+            how = f"has died: {error}"
         except RefusedForGood as error:
             raise ServerError(f"{who} {error}") from error
         except UserError as error:

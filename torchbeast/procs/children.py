@@ -1,13 +1,11 @@
 """Child processes: started, guarded, listened to and ended.
 
-Each process that runs an environment leads a process group, so that programs which the
-environment has started can be killed with it. Importing this module loads neither torch
-nor NumPy.
+Each leads a process group, so that programs which its environment has started can be
+killed with it. Importing this module loads neither torch nor NumPy.
 """
 
 import contextlib
 import faulthandler
-import functools
 import multiprocessing
 import os
 import signal
@@ -15,16 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing import connection, resource_tracker, util
+from multiprocessing import connection, resource_tracker
 from typing import Any, NoReturn
 
-from torchbeast.base.errors import UserError
+from torchbeast.base.errors import UserError, text_of
 from torchbeast.procs import processes
 
-# Bytes of TMPDIR. A socket's path may have 103, and multiprocessing adds 32.
-LONGEST_TMPDIR = 70
+HINTS = {
+    -signal.SIGKILL: " (out of memory? see dmesg)",
+    -signal.SIGBUS: " (is /dev/shm full?)",
+    255: ", or the process that starts actors (fork server) died (out of memory?)",
+}
 
 
 class ProcessError(UserError, RuntimeError):
@@ -33,36 +33,24 @@ class ProcessError(UserError, RuntimeError):
 
 # --- In the parent --------------------------------------------------------------------
 
-HINTS = {
-    -signal.SIGKILL: " (out of memory? see dmesg)",
-    -signal.SIGBUS: " (is /dev/shm full?)",
-    # multiprocessing's exit code if the process that starts the others has died
-    255: ", or the process that starts actors (fork server) died (out of memory?)",
-}
-
 
 @contextlib.contextmanager
 def starting_children() -> Iterator[None]:
     """Blocks stop signals in child processes that start inside this block.
 
     begin_child() unblocks them, and exit_on_stop_signals() in a script. So a signal
-    can't hit a child while Python starts. The parent gets the signal after this block.
-    Other programs don't unblock them, so don't start them inside.
+    can't hit a child while Python starts. Don't start other programs inside.
     """
-    processes.unpin()
     # multiprocessing sends these to each child, and pdb's kind of str can't be pickled.
     sys.argv[:1] = map(str, sys.argv[:1])
     if spec := getattr(sys.modules["__main__"], "__spec__", None):
         spec.name = str(spec.name)
-    before = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+    # multiprocessing puts sockets there, whose paths may have 103 bytes.
+    if len(tempfile.gettempdir().encode()) > 70:
         tempfile.tempdir = "/tmp"
-    util.get_temp_dir()  # multiprocessing keeps this choice for its sockets
-    tempfile.tempdir = before
+    resource_tracker.ensure_running()  # first, because it unblocks signals
     old = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # first, because it unblocks signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
@@ -75,37 +63,26 @@ def how_it_ended(code: int, hints: Mapping[int, str] = HINTS) -> str:
 
 
 class Guardian:
-    """Kills processes and their groups if this process dies.
+    """Kills processes and their groups if this process dies, even by SIGKILL.
 
-    It is a separate process, so it works even if this process gets SIGKILL while a
-    child's environment hangs and holds Python's lock. Somebody has to close it.
-
-    Args:
-      seconds: time for the processes to exit before they are killed.
-      number: a signal that they get first, or 0.
+    They get the signal `number`, unless it is 0, and then `seconds` to exit.
     """
 
     def __init__(self, seconds: float, number: int = 0) -> None:
         path = os.path.join(os.path.dirname(__file__), "guardian.py")
+        words = [sys.executable, "-I", "-S", path, str(seconds), str(int(number))]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with starting_children():
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", path, str(seconds), str(int(number))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                bufsize=0,
-            )
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=null, bufsize=0)
 
     def guard(self, pid: int) -> None:
-        self._write(pid)
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed
+            self._process.stdin.write(f"{pid:+d}\n".encode())
 
     def release(self, pid: int) -> None:
         """Stops guarding a process that has exited."""
-        self._write(-pid)
-
-    def _write(self, number: int) -> None:
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # the guardian was killed
-            self._process.stdin.write(f"{number:+d}\n".encode())
+        self.guard(-pid)
 
     def close(self) -> None:
         """Ends the guardian. It first ends the processes that it still guards."""
@@ -115,17 +92,10 @@ class Guardian:
 
 
 class Child:
-    """A child process with a pipe; Children.start makes it.
+    """A child process of multiprocessing with a pipe; Children.start makes it."""
 
-    Attributes:
-      who: what it is, for messages.
-      process: of multiprocessing.
-      pipe: the parent's end.
-      steps: an integer in shared memory that the child counts up, for StepWatch.
-    """
-
-    steps: Any = None
-    hints: Mapping[int, str] = HINTS  # what an exit code may mean
+    steps: Any = None  # an integer in shared memory that it counts up, for StepWatch
+    hints: Mapping[int, str] = HINTS  # what its exit codes may mean
 
     def __init__(self, who: str, process: Any, pipe: connection.Connection) -> None:
         self.who, self.process, self.pipe = who, process, pipe
@@ -138,13 +108,11 @@ class Child:
     def receive(self) -> Any:
         """A message from the child; None if it has sent none yet.
 
-        Raises:
-          UserError: what the child has sent, see sending_errors.
-          ProcessError: it has died, and nothing is left in the pipe.
+        Raises what the child has sent, see sending_errors; or ProcessError, if it has
+        died and nothing is left in the pipe.
         """
         alive = self.process.is_alive()  # first: it may send a last message and exit
-        # The pipe may have no EOF after the process has died: its own children may
-        # hold the other end.
+        # Its own children may hold the other end of the pipe: then there is no EOF.
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 message = self.pipe.recv()
@@ -153,36 +121,23 @@ class Child:
                 return message
             if alive:
                 return None
-        raise ProcessError(f"{self.who} {self.how_it_died()}")
-
-    def how_it_died(self) -> str:
-        """Waits for the end of a dead process; "died" and how, in words."""
         self.process.join(1.0)
-        return f"died {how_it_ended(self.process.exitcode, self.hints)}"
+        how = how_it_ended(self.process.exitcode, self.hints)
+        raise ProcessError(f"{self.who} died {how}")
 
 
 class Children(Guardian):
     """Child processes of multiprocessing. They end with this process, or at `close`.
 
-    Args:
-      context: of multiprocessing.
-      seconds: time for the children to exit if this process dies.
+    If this process dies, they have `seconds` to exit.
     """
 
     def __init__(self, context: Any, seconds: float = 0) -> None:
         super().__init__(seconds)
-        self.context = context
-        self.alive: list[Child] = []
+        self.context, self.alive = context, list[Child]()
 
     def start(self, who: str, target: Callable[..., None], *args: Any) -> Child:
-        """Starts a child that calls target(*args, pipe), which calls begin_child().
-
-        Args:
-          who: what it is, for messages.
-
-        Raises:
-          ProcessError: it can't be started.
-        """
+        """Starts a child that calls target(*args, pipe), which calls begin_child()."""
         pipe, child_pipe = self.context.Pipe()
         process = self.context.Process(
             target=target, args=(*args, child_pipe), name=who, daemon=True
@@ -191,29 +146,19 @@ class Children(Guardian):
             try:
                 process.start()
             except (EOFError, OSError) as error:
-                raise ProcessError(
-                    f"{who} can't be started: {error!r}. Is there memory, and a free "
-                    "process?"
-                ) from error
+                raise ProcessError(f"{who} can't be started: {error!r}") from error
             self.guard(process.pid)
         child_pipe.close()
-        child = Child(f"{who} (pid {process.pid})", process, pipe)
-        self.alive.append(child)
-        return child
+        self.alive.append(Child(f"{who} (pid {process.pid})", process, pipe))
+        return self.alive[-1]
 
     def end(self, seconds: float = 0, children: Sequence[Child] | None = None) -> None:
-        """Waits for children to exit; kills the others, and the groups of all.
-
-        Args:
-          seconds: to wait for all of them together.
-          children: None: all.
-        """
+        """Waits for children (None: all) to exit; kills the others, and all groups."""
         deadline = time.monotonic() + seconds
         for child in list(self.alive if children is None else children):
             process = child.process
             process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
+            process.kill()
             # PermissionError: macOS raises it for zombies.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -230,12 +175,7 @@ class Children(Guardian):
 def wait(
     children: Iterable[Child], timeout: float, wake_up: Iterable[Any] = ()
 ) -> list[Child]:
-    """Waits until a child has sent something or has died. Returns these children.
-
-    Args:
-      timeout: maximal seconds.
-      wake_up: objects that end the wait when they are ready.
-    """
+    """Waits until a child has sent something or has died. Returns these children."""
     children = list(children)
     objects = [x for child in children for x in (child.pipe, child.process.sentinel)]
     ready = connection.wait([*objects, *wake_up], timeout)
@@ -243,13 +183,9 @@ def wait(
 
 
 class StepWatch:
-    """Finds children that take no steps.
+    """Finds children that take no steps for `timeout` seconds.
 
-    Args:
-      timeout: seconds without a step after which a child is stuck.
-
-    Attributes:
-      awake: seconds of watching, without the time in which the run is suspended.
+    `awake` is the time of watching, without the time in which the run is suspended.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -268,21 +204,20 @@ class StepWatch:
         self.awake += min(now - self._checked_at, 2.0)
         self._checked_at = now
         for child in children:
-            steps = int(child.steps)
-            seen, since = self._seen.get(child, (-1, 0.0))
+            steps, (seen, since) = int(child.steps), self._seen.get(child, (-1, 0.0))
             if steps != seen:
                 self._seen[child] = steps, self.awake
             elif self.awake - since > self.timeout:
-                self.fail(child)
+                fail_stuck(child, self.timeout)
 
-    def fail(self, child: Child) -> NoReturn:
-        """Prints the stack of a stuck child and raises ProcessError."""
-        print_stack(child)
-        raise ProcessError(
-            f"{child.who} made no step for {self.timeout:g} s. Its stack is printed "
-            "above, if the process could print it. If the environment is that slow, "
-            "raise --actor_timeout"
-        )
+
+def fail_stuck(child: Child, seconds: float) -> NoReturn:
+    """Prints the stack of a stuck child and raises ProcessError."""
+    print_stack(child)
+    raise ProcessError(
+        f"{child.who} made no step for {seconds:g} s. Its stack is above, if it could "
+        "print it. If the environment is that slow, raise --actor_timeout"
+    )
 
 
 def print_stack(child: Child) -> None:
@@ -299,28 +234,22 @@ def print_stack(child: Child) -> None:
 def sending_errors(pipe: connection.Connection, problem: str) -> Iterator[None]:
     """Sends what the block raises; the parent's Child.receive raises it.
 
-    Args:
-      problem: begins the message, except of a UserError, which is sent as it is.
+    A UserError is sent as it is, another error as a text that begins with `problem`.
     """
     try:
         yield
     except BaseException as error:
         if not isinstance(error, UserError):
-            error = ProcessError(f"{problem}:\n{traceback.format_exc()}")
+            error = ProcessError(f"{problem}:\n{text_of(error)}")
         with contextlib.suppress(OSError):  # the parent has exited
             pipe.send(error)
 
 
-def begin_child(ends_by: Sequence[int] = ()) -> None:
+def begin_child() -> None:
     """Prepares a child process that runs environments; its first call.
 
-    The child becomes the leader of a process group, for Guardian, and prints its stack
-    on SIGUSR1. Stop signals of a terminal don't reach it, and those of a batch system
-    have no effect: only the parent reacts to them. SIGTERM ends processes that the
-    child forks.
-
-    Args:
-      ends_by: stop signals that end the child nevertheless.
+    The child leads a process group, and prints its stack on SIGUSR1. Stop signals have
+    no effect: only the parent reacts to them. SIGTERM ends what the child forks.
     """
     os.setpgid(0, 0)
     processes.keep_streams_open()
@@ -330,17 +259,15 @@ def begin_child(ends_by: Sequence[int] = ()) -> None:
     multiprocessing.set_start_method(None, force=True)
     for number in processes.handled_signals():
         # Not SIG_IGN: programs that the environment starts would inherit it.
-        handler = signal.SIG_DFL if number in ends_by else lambda number, frame: None
-        signal.signal(number, handler)
-    # multiprocessing's terminate() ends processes that the environment forks. SIGTERM
-    # is blocked until such a process has its own handler.
-    mask = functools.partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
+        signal.signal(number, lambda number, frame: None)
+    # Blocked during a fork, because Python's forks drop the signals that wait.
+    mask, term = signal.pthread_sigmask, signal.SIGTERM
     os.register_at_fork(
-        before=lambda: mask(signal.SIG_BLOCK),
-        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
+        before=lambda: mask(signal.SIG_BLOCK, [term]),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK, [term]),
         after_in_child=lambda: (
-            signal.signal(signal.SIGTERM, signal.SIG_DFL),
-            mask(signal.SIG_UNBLOCK),
+            signal.signal(term, signal.SIG_DFL),
+            mask(signal.SIG_UNBLOCK, [term]),
         ),
     )
     # A terminal may stop background groups that write to it (stty tostop).

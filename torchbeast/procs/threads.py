@@ -5,25 +5,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-from torchbeast.procs import processes
 
 
 class Threads:
-    """Daemon threads whose errors a loop sees.
-
-    Args:
-      wake: called when a thread ends.
-
-    Attributes:
-      errors: exceptions of threads, in their order.
-    """
+    """Daemon threads whose `errors` a loop sees; `wake` is called when one ends."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.errors: list[BaseException] = []
-        self._wake = wake
-        self._threads: list[threading.Thread] = []
+        self._wake, self._threads = wake, list[threading.Thread]()
         self._stops: list[Callable[[], None]] = []
 
     def on_stop(self, stop: Callable[[], None]) -> None:
@@ -34,7 +25,8 @@ class Threads:
         """Starts a thread."""
 
         def guarded() -> None:
-            processes.name_thread(name)
+            with contextlib.suppress(OSError):  # for `top` and tools/trial.py, on Linux
+                Path("/proc/thread-self/comm").write_text(name)
             try:
                 work()
             except BaseException as error:
@@ -42,9 +34,8 @@ class Threads:
             finally:
                 self._wake()
 
-        thread = threading.Thread(target=guarded, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(threading.Thread(target=guarded, name=name, daemon=True))
+        self._threads[-1].start()
 
     def end(self, seconds: float) -> list[str]:
         """Stops the threads. Returns the names of those that are still busy then."""
@@ -69,7 +60,7 @@ class LearnerThreads:
         self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._last = threading.Event()  # whether the newest batch is learned from
         self._last.set()
-        self._run, self._work, self._count = run, work, count
+        self._run, self._work, self._count, self._stopped = run, work, count, False
         run.on_stop(self._stop)
         for i in range(count):
             run.start_thread(f"learner-{i}", self._loop)
@@ -85,16 +76,14 @@ class LearnerThreads:
         while (batch := self.waiting.get()) is not None:
             slots, before, learned = batch
             try:
-                self._work(slots, before.wait)
+                if not self._stopped:  # else drop it
+                    self._work(slots, before.wait)
             finally:
                 learned.set()
             if learned is self._last:  # nothing waits
                 self._run.finish_updates()
 
     def _stop(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:  # drop waiting batches; nobody waits for their turn
-                if batch := self.waiting.get_nowait():
-                    batch[-1].set()
+        self._stopped = True
         for _ in range(self._count):
             self.waiting.put(None)

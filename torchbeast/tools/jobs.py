@@ -112,6 +112,22 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     return [cores[i * each : (i + 1) * each] for i in range(num_jobs)]
 
 
+class StopSignals(contextlib.ExitStack):
+    """Notes stop signals: `number` is the first, or 0; it wakes `wake_pipe`."""
+
+    number = 0
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.number = self.number or number
+
+    def __enter__(self) -> StopSignals:
+        self.wake_pipe = processes.WakePipe()
+        self.callback(self.wake_pipe.close)
+        self.wake_pipe.wake_on_signals()
+        self.enter_context(processes.handling(self._note))
+        return self
+
+
 @contextlib.contextmanager
 def ending(running: dict[Job, tuple[subprocess.Popen, Any]]) -> Iterator[None]:
     """At the end of the block, lets the runs save that an exception has left."""
@@ -146,7 +162,7 @@ def run_here(
     places = collections.deque(cores)
     running: dict[Job, tuple[subprocess.Popen, Sequence[int]]] = {}
     guardian = contextlib.closing(children.Guardian(END_SECONDS, signal.SIGTERM))
-    with guardian as guard, processes.StopSignals() as signals, ending(running):
+    with guardian as guard, StopSignals() as signals, ending(running):
         while True:
             while places and not signals.number and (job := next(jobs, None)):
                 # A killed sweep's runs are still saving, for END_SECONDS at most.

@@ -16,7 +16,7 @@ import submitit
 from submitit.core import utils
 
 from torchbeast.base.errors import FlagError
-from torchbeast.procs import children, processes
+from torchbeast.procs import children
 from torchbeast.tools import jobs
 from torchbeast.tools.jobs import Job
 
@@ -80,7 +80,7 @@ def submit(
     here = cluster == "local"
     submitted: list[tuple[Job, Any]] = []
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(processes.StopSignals())
+        signals = stack.enter_context(jobs.StopSignals())
         # SIGINT: submitit ignores SIGTERM.
         guard = children.Guardian(jobs.END_SECONDS, signal.SIGINT)
         stack.callback(guard.close)

@@ -95,15 +95,16 @@ class Player:
 class RayActors(Actors):
     """Actors whose processes Ray has started: one child calls Ray for all of them."""
 
-    def _start(self, saved: Any) -> None:
-        actor_class, _, buffers = self._arguments
+    def start(
+        self, actor_class: Any, env_spec: Any, buffers: Any, saved: Any
+    ) -> list[Any]:
         child, started = cluster.start_caller(
-            *(self._group, call_ray, self.flags, actor_class),
+            *(self.group, call_ray, self.flags, actor_class),
             *(buffers, self.weights.memory, self.steps),
         )
         child.steps = self.steps[0]
-        self.children = [child] * self.flags.num_actors
         log.info("%s", started)
+        return [child] * self.flags.num_actors
 
 
 def call_ray(
