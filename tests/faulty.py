@@ -67,6 +67,9 @@ class Environment(gymnasium.Env):
     def raise_error(self) -> None:
         raise ValueError("the ball left the table")
 
+    def raise_a_long_error(self) -> None:
+        raise RuntimeError("x" * 20_000_000)
+
     def lose_connection(self) -> None:
         raise ConnectionResetError("the simulator hung up")
 
@@ -173,12 +176,6 @@ class LongerInRank1(Environment):
     """One of two learners gets its first complete episodes much later."""
 
     LENGTH = 40 if os.environ.get("RANK") == "1" else 4
-
-
-class TextInDict(Environment):
-    """Has an observation space that no buffer can hold."""
-
-    observation_space = spaces.Dict({"speech": spaces.Text(8)})
 
 
 def main() -> int:

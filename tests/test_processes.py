@@ -3,26 +3,12 @@
 import contextlib
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 
 import pytest
 
-from torchbeast.base import hardware
 from torchbeast.procs import children
-from torchbeast.tools import jobs
-
-
-@pytest.mark.parametrize("quota", [2, 3, 64])
-def test_a_quota_counts_for_a_sweep(monkeypatch, quota):
-    monkeypatch.setattr(hardware, "num_cpus", lambda: quota)
-    monkeypatch.setattr(
-        os, "sched_getaffinity", lambda _: set(range(64)), raising=False
-    )
-    if quota < 64:
-        assert jobs.split_cores(2, None) == [[], []]  # others use the same cores
-    assert jobs.split_cores(1, 2) == [[0, 1]]
 
 
 def ends(kind, pipe):
@@ -88,22 +74,3 @@ def test_a_dead_child_and_one_that_takes_no_steps():
         watch.check([child])
         watch.restart(child)
         watch.check([child])
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "logging.warning('before')",  # whatever the root's level is
-        "start.guarded(lambda: start.print_warnings_only() or 0)",  # --suppress_logs
-    ],
-)
-def test_logging_that_was_configured_before(before):
-    """By a notebook, or by another call of main() there: all lines are logged."""
-    code = (
-        f"import logging; from torchbeast.runs import start; {before}\n"
-        "log = logging.getLogger('torchbeast.x')\n"
-        "start.guarded(lambda: log.info('after') or 0)"
-    )
-    words = [sys.executable, "-c", code]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert "after" in result.stderr

@@ -51,7 +51,7 @@ from torchbeast.local.layout import actors_class, resolve_layout
 from torchbeast.model import CHOICES, make_model
 from torchbeast.procs.threads import LearnerThreads
 from torchbeast.runs import checkpoint
-from torchbeast.runs.flagset import Typed, parse, resolve
+from torchbeast.runs.flagset import parse, resolve
 from torchbeast.runs.run import Run
 from torchbeast.runs.start import Start, check_games_can_be_saved, run_script
 from torchbeast.runs.status import Timings, format_shares
@@ -360,13 +360,8 @@ def make_flags(argv: Sequence[str] = ()) -> Flags:
     return resolve_layout(resolve(parse(make_parser(), argv))).freeze()
 
 
-def test(typed: Typed) -> None:
-    """--mode test and test_render."""
-    from torchbeast.play.evaluate import evaluate  # a training needs none of it
-
-    evaluate(typed)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    return run_script(make_parser(), argv, resolve_layout, train, test)
+    from torchbeast.play.evaluate import evaluate  # importing this file needs none
+
+    return run_script(make_parser(), argv, resolve_layout, train, evaluate)

@@ -22,7 +22,6 @@ import runs
 import torch
 from gymnasium import spaces
 
-from torchbeast import monobeast
 from torchbeast.extras import record
 from torchbeast.runs.files import RunFileError
 
@@ -411,20 +410,3 @@ def check_streams(rollouts, servers, environments):
         batch = {tuple(row) for row in rows[rows[:, 1] == number].tolist()}
         ((_, size),) = {(row[0], row[3]) for row in batch}
         assert sorted(row[2] for row in batch) == list(range(size))
-
-
-def test_a_batch_that_comes_during_the_stop_waits_for_none_that_was_dropped():
-    stops, turns = [], []
-    run = types.SimpleNamespace(on_stop=stops.append, finish_updates=lambda: None)
-    run.start_thread = lambda *_: None
-    learning = monobeast.LearnerThreads(
-        run, 1, lambda slots, wait_for_turn: turns.append(wait_for_turn(5))
-    )
-    learning.put([0])
-    (stop,) = stops
-    stop()
-    learning.waiting.get()  # the end of the thread
-    learning.put([1])
-    learning.waiting.put(None)
-    learning._loop()
-    assert turns == [True]

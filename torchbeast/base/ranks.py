@@ -35,11 +35,13 @@ class Alone:
     def add_gradients(self, parameters: Iterable[Any]) -> None:
         """Replaces all gradients by their sums over all ranks."""
 
-    def joined(self, x: Any, dim: int = 0) -> Any:
+    def joined(self, x: Any, dim: int) -> Any:
         """The tensors of all ranks, of one shape, as one, in their order."""
         return x
 
-    joined_list = joined  # the same for lists
+    def joined_list(self, items: list[Any]) -> list[Any]:
+        """The lists of all ranks as one, in their order."""
+        return items
 
     def highest(self, number: int) -> int:
         """The highest of the ranks' numbers."""

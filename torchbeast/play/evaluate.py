@@ -117,13 +117,8 @@ def evaluate(
 # --- Playing --------------------------------------------------------------------------
 
 
-def video_file(flags: Flags) -> str | None:
-    """--video, which is a flag of extras/video.py."""
-    return getattr(flags, "video", None)
-
-
 def draws(flags: Flags) -> bool:
-    return bool(flags.mode == "test_render" or video_file(flags))
+    return bool(flags.mode == "test_render" or getattr(flags, "video", None))
 
 
 def play_in_processes(flags: Flags, weights: Weights, numbers: Sequence[int]) -> Games:
@@ -133,7 +128,7 @@ def play_in_processes(flags: Flags, weights: Weights, numbers: Sequence[int]) ->
     Raises UserError: a process raised, died, or took no step for too long.
     """
     batches = [numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH)]
-    count = 1 if draws(flags) else min(flags.num_actors, num_cpus(), len(batches))
+    count = 1 if draws(flags) else min(flags.num_actors or 1, num_cpus(), len(batches))
     # They may first import packages, and make or reset slow environments.
     watch = children.StepWatch(max(flags.actor_timeout, START_SECONDS))
     left: dict[children.Child, int] = {}  # games that have not ended
@@ -226,16 +221,18 @@ def _play_rows(
 ) -> Games:
     """Plays the games of some rows of the batch, each in an environment of its own."""
     render, video = "human" if flags.mode == "test_render" else None, None
-    if path := video_file(flags):
+    if getattr(flags, "video", None):
         from torchbeast.extras.video import Video  # optional
 
-        render, video = "rgb_array", Video(path, flags.env)
-        stack.callback(lambda: video.close())
+        render, video = "rgb_array", Video(flags.video, flags.env)
     envs: dict[int, Environment] = {}
     for i in waiting:
         envs[i] = Environment(flags, None, i, render, TorchSettings())
         stack.callback(envs[i].close)
+        filler = envs[i].initial()  # a first reset may differ from all later ones
         steps += 1
+    if video:
+        stack.callback(lambda: video.close())  # first: environments may take long
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
     spaces = first.observation_space, first.action_space
@@ -259,9 +256,7 @@ def _play_rows(
         steps.add_(1)
         return envs[i].initial()
 
-    begun = {i: begin(i) for i in envs}
-    filler = next(iter(begun.values()))
-    rows = [begun.get(i, filler) for i in range(BATCH)]
+    rows = [begin(i) if i in envs else filler for i in range(BATCH)]
     state = model.initial_state(BATCH * N)
     while playing:
         steps += 1
@@ -274,13 +269,12 @@ def _play_rows(
             game = N > 1 and envs[i].envs.envs[0].game  # of several agents
             rows[i] = row = envs[i].step(actions[i * N : (i + 1) * N])
             over = row["game_over"]
-            results = row["game_return"][over], row["game_step"][over]
-            ended[i] += zip(*(x.tolist() for x in results), strict=True)
+            ended[i] += zip(
+                row["game_return"][over], row["game_step"][over], strict=True
+            )
             if over.any() and (N == 1 or envs[i].envs.envs[0].game != game):
                 returns, lengths = zip(*ended[i], strict=True)
-                if video and not waiting[i]:
-                    video.close()  # the environments may take long to close
-                yield Game(number, statistics.fmean(returns), max(lengths))
+                yield Game(number, statistics.fmean(returns), int(max(lengths)))
                 del playing[i]
                 if waiting[i]:
                     rows[i] = begin(i)
