@@ -25,7 +25,7 @@ class Threads:
         """Starts a thread."""
 
         def guarded() -> None:
-            with contextlib.suppress(OSError):  # for `top` and tools/trial.py, on Linux
+            with contextlib.suppress(OSError):  # for `top`, on Linux
                 Path("/proc/thread-self/comm").write_text(name)
             try:
                 work()
