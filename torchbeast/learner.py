@@ -1,8 +1,8 @@
-"""Learning: the loss and one update.
+"""Learning: the loss and one update, in both variants.
 
-Both variants use this file. Read it top to bottom: rewards_and_discounts, impala_loss,
-Learner, update, learn. V-trace and the losses of policy and values are in
-core/vtrace.py, the model in model.py, the optimizer and its schedule in optimizer.py.
+Read it top to bottom: rewards_and_discounts, impala_loss, Learner, update, learn.
+V-trace and the losses of policy and values are in core/vtrace.py, the model in
+model.py, the optimizer and its schedule in optimizer.py.
 """
 
 import functools
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.errors import CheckpointError
@@ -35,14 +36,10 @@ if TYPE_CHECKING:
 def rewards_and_discounts(
     batch: dict[str, Any], outputs: dict[str, torch.Tensor], flags: Flags
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards and discounts of the T steps, for V-trace.
+    """Rewards and discounts of the T steps, for V-trace: [T, B] float32 each.
 
-    If outputs has `reward` (--normalize_rewards), it replaces the batch's, and is not
-    clipped again.
-
-    Returns:
-      Both [T, B] float32, or for a baseline [T + 1, B, K] of K value heads [T, B, K]:
-      each head has a reward and a discount of its own.
+    With K value heads [T, B, K]: each has a reward and a discount of its own. If
+    outputs has `reward` (--normalize_rewards), it replaces the batch's, unclipped.
     """
     rewards, done = outputs.get("reward", batch["reward"])[1:], batch["done"][1:]
     if flags.reward_clipping == "abs_one" and "reward" not in outputs:
@@ -98,14 +95,9 @@ def impala_loss(
     log_probs = distribution.log_prob(target_logits, actions)  # [T, B]
     log_rhos = (log_probs - distribution.log_prob(behavior_logits, actions)).detach()
     rhos = log_rhos.exp()
-    targets = vtrace.from_importance_weights(
-        *(log_rhos, discounts, rewards, values, bootstrap_value),
-        clip_rho_threshold=flags.clip_rho,
-        clip_pg_rho_threshold=flags.clip_pg_rho,
-        clip_c_threshold=flags.clip_c,
-        trace_decay=flags.trace_decay,
-        valid=valid,
-    )
+    steps = log_rhos, discounts, rewards, values, bootstrap_value
+    clips = flags.clip_rho, flags.clip_pg_rho, flags.clip_c
+    targets = vtrace.from_importance_weights(*steps, *clips, flags.trace_decay, valid)
     # Steps that don't count have advantage 0 and value error 0.
     advantages = targets.pg_advantages
     if advantages.dim() == 3:  # one per value head
@@ -188,25 +180,19 @@ class Learner:
         self.counters = Counters(flags.episodes_for_avg)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **{f"{k}_state_dict": part.state_dict() for k, part in self.parts.items()},
-            "rng": checkpoint.rng_state(),
-            "stats": {
-                "step": self.step,
-                "num_updates": self.num_updates,
-                **self.counters.state_dict(),
-                "replayed_steps": self.mixer.replayed_steps if self.mixer else 0,
-            },
-        }
+        parts = {f"{k}_state_dict": x.state_dict() for k, x in self.parts.items()}
+        stats = {"step": self.step, "num_updates": self.num_updates}
+        stats |= self.counters.state_dict()
+        stats["replayed_steps"] = self.mixer.replayed_steps if self.mixer else 0
+        return {**parts, "rng": checkpoint.rng_state(), "stats": stats}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError if it does not fit."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
         if (old := state["flags"]["optimizer"]) != self.flags.optimizer:
             raise CheckpointError(f"the checkpoint needs --optimizer {old}")
-        if state["flags"].get("replay_ratio") and not hasattr(
-            self.flags, "replay_ratio"
-        ):
+        replays = state["flags"].get("replay_ratio")
+        if replays and not hasattr(self.flags, "replay_ratio"):
             raise CheckpointError(
                 "the checkpoint needs extras/replay, which is deleted"
             )
@@ -269,9 +255,7 @@ def update(
     learner.optimizer.zero_grad()
     loss.backward()
     ranks.add_gradients(model.parameters())
-    grad_norm = torch.nn.utils.clip_grad_norm_(
-        model.parameters(), flags.grad_norm_clipping
-    )
+    grad_norm = clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
     numbers = means.fetch(join_columns(sums, columns, {"grad_norm": grad_norm}), sums)
     if not learner.is_ahead:
         check_finite(spread(numbers()), batch, flags, step)

@@ -104,8 +104,7 @@ class Net(nn.Module):
     def initial_state(self, batch_size: int) -> State:
         """The state of new episodes: tensors [layers, B, size] float32.
 
-        That of the core; if rewards are normalized, their discounted sum so far
-        [1, B, 1]; that of the explorer.
+        Of the core; of normalized rewards, the discounted sum; of the explorer.
         """
         device = self.policy.weight.device
         sizes = self.core.state_sizes(batch_size) if self.core is not None else []
@@ -202,11 +201,8 @@ class Net(nn.Module):
         """Losses of your own heads, by name. The learner adds their sums.
 
         A scalar is one column of logs.csv, [K] are K columns (one per task, for
-        example); of larger ones the sum is logged. The arguments: see impala_loss.
-
-        Args:
-          outputs: of forward for the batch.
-          targets: vs and pg_advantages [T, B], see core/vtrace.py.
+        example); of larger ones the sum is logged. impala_loss describes the arguments;
+        targets are vs and pg_advantages [T, B].
         """
         return {}
 
@@ -217,11 +213,9 @@ class Net(nn.Module):
         state: State,
         joined: Callable[[torch.Tensor, int], torch.Tensor] = lambda x, dim: x,
     ) -> None:
-        """Adds a batch [T + 1, B, ...] to the running moments.
+        """Adds rows 1 to T of a batch to the running moments; state: before row 0.
 
-        Args:
-          state: before row 0, which is skipped: it is row T of the rollout before.
-          joined: joins a tensor with those of other learners, along a dimension.
+        `joined` joins a tensor with those of other learners, along a dimension.
         """
         if self.vector and self.vector.moments:
             rows = map_nested(lambda x: x[1:], batch)
@@ -234,10 +228,11 @@ class Net(nn.Module):
 
     def _split(self, leaves: list) -> tuple[list, list]:
         """Those of the images, and the others."""
-        pairs = list(zip(leaves, self.is_image, strict=False))  # none with --encoder
-        return [x for x, image in pairs if image], [
-            x for x, image in pairs if not image
-        ]
+        pairs = zip(leaves, self.is_image, strict=False)  # none with --encoder
+        parts: tuple[list, list] = [], []
+        for x, image in pairs:
+            parts[not image].append(x)
+        return parts
 
     def _leaves(self, rows: dict[str, Any]) -> tuple[list, list]:
         """The observations of rows [T, B, ...] as images and others [T * B, ...]."""

@@ -70,11 +70,10 @@ def act_step(
     truncation_value = torch.zeros_like(outputs["baseline"])  # [1, n, C...]
     if final_observation is not None:
         # The end of the old episode as a row: same state, no reset.
-        not_done = torch.zeros_like(env_row["done"])
+        truncated, not_done = env_row["truncated"], torch.zeros_like(env_row["done"])
         last = {**env_row, "observation": final_observation, "done": not_done}
         last = rollout.show_final_fields(last)
         value = model(last, state, acting=True)[0]["baseline"]
-        truncated = env_row["truncated"]
         ends = truncated.reshape(*truncated.shape, *[1] * (value.dim() - 2))
         truncation_value = value.where(ends, 0)  # other rows may have any value
     outputs["action"] = choose(outputs["policy_logits"])

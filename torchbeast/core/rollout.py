@@ -31,12 +31,8 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, final_name
 from torchbeast.envs.values import FrameStack, agent_is_present, parts_of
 
 # Models compute in float32, and torch can't index with wide unsigned integers.
-STORED_AS = {
-    "float64": "float32",
-    "uint16": "int32",
-    "uint32": "int64",
-    "uint64": "int64",
-}
+STORED_AS = {"float64": "float32", "uint16": "int32"}
+STORED_AS |= {"uint32": "int64", "uint64": "int64"}
 
 # Fields of row t that are results of the step that led to row t. The others belong to
 # the step from row t: what the agent saw and did.
@@ -63,9 +59,8 @@ class Spec:
 @functools.cache
 def to_torch_dtype(dtype: Any) -> torch.dtype:
     """The torch dtype that stores a NumPy dtype, see STORED_AS."""
-    dtype = np.dtype(dtype)
-    dtype = np.dtype(STORED_AS.get(dtype.name, dtype))
-    return torch.from_numpy(np.empty(0, dtype)).dtype
+    name = np.dtype(dtype).name
+    return torch.from_numpy(np.empty(0, STORED_AS.get(name, name))).dtype
 
 
 def observation_spec(space: spaces.Space) -> Nested:
@@ -82,15 +77,14 @@ def env_fields(
     observation_space: spaces.Space, distribution: ActionDistribution
 ) -> dict[str, Nested]:
     """Shape, without [T, B], and dtype of the fields that come from the environment."""
-    return {
+    fields: dict[str, Nested] = {
         "observation": observation_spec(observation_space),
         "last_action": Spec(distribution.action_shape, distribution.action_dtype),
-        **{k: Spec((), to_torch_dtype(dtype)) for k, dtype in FIELDS.items()},
-        **{
-            k: Spec(tuple(field.shape), to_torch_dtype(field.dtype))
-            for k, field in EXTRA_FIELDS.items()
-        },
     }
+    fields |= {k: Spec((), to_torch_dtype(dtype)) for k, dtype in FIELDS.items()}
+    for k, field in EXTRA_FIELDS.items():
+        fields[k] = Spec(tuple(field.shape), to_torch_dtype(field.dtype))
+    return fields
 
 
 def example_rows(
@@ -132,7 +126,7 @@ def valid_steps(batch: dict[str, Nested]) -> torch.Tensor:
 
 
 def not_replayed(batch: dict[str, Nested], valid: torch.Tensor) -> torch.Tensor:
-    """Of steps [T, B] bool, those that are new: a replay may show others again."""
+    """Of steps [T, B] bool, those that are new and not replayed."""
     return valid & ~batch.get("replayed", torch.zeros_like(valid))
 
 
@@ -142,9 +136,7 @@ def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
     The previous rollout has counted row 0 already, as its row T.
     """
     over = batch["game_over"]
-    done = batch["done"] & (
-        batch["episode_step"] > 0
-    )  # not if none of its steps counts
+    done = batch["done"] & (batch["episode_step"] > 0)  # some of its steps count
     ends = {"episode_return": done, "episode_step": done}
     ends |= {"game_return": over, "game_step": over}
     return {name: batch[name][1:][x[1:]].tolist() for name, x in ends.items()}
@@ -172,8 +164,8 @@ def cut_at_episodes(
     the part's first observation, because zero may not be in the space.
 
     Returns:
-      Rollouts [T + 1, N, ...], N >= B, with the field `valid` [T + 1, N] bool: which
-      rows are of the part's episode. And the state [layers, N, ...] before row 0.
+      Rollouts [T + 1, N, ...], N >= B, with the field `valid` [T + 1, N] bool, the rows
+      of the part's episode; the state [layers, N, ...] before row 0.
     """
     begins = batch["done"].clone()
     begins[0] = True
