@@ -79,12 +79,3 @@ def test_if_it_cannot_be_built_the_reason_follows(program, checkout):
     assert "needs: g++" in done.stderr
     assert done.stderr.endswith("was left out; install gRPC\n")
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.timeout(120)
-def test_who_does_not_ask_for_it_does_not_wait_for_it(checkout):
-    monobeast = f"torchbeast.monobeast --env CartPole-v1 --savedir {checkout}"
-    done = run(checkout, f"{monobeast} --num_actors 1 --total_steps 1000")
-    assert done.returncode == 0, done.stderr
-    assert run(checkout, "torchbeast.polybeast_env --help").returncode == 0
-    assert calls(checkout) == 0

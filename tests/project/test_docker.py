@@ -3,9 +3,7 @@
 scripts/bare_system_trial carries it out whole (docs/bare_system_trial.md).
 """
 
-import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -74,38 +72,3 @@ def test_installs_what_the_guide_and_the_set_up_do(stages):
         assert f'native+=" {name}"' in script
     for command in instructions(stages[0], "RUN"):
         assert ("pip install" in command) == ("--constraint constraints.txt" in command)
-
-
-@pytest.mark.parametrize("image", [1, 2])
-def test_image_has_no_compiler_and_runs_as_an_ordinary_user(stages, image):
-    run = stages[image]
-    assert installed(run) == installed(stages[1])
-    assert not any(p.endswith("-dev") or p in ("g++", "gcc") for p in installed(run))
-    assert instructions(run, "USER")[-1] not in ("0", "root")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], ["torchbeast.polybeast"]),
-        (["--env", "a b"], ["torchbeast.polybeast", "--env", "a b"]),
-        (["torchbeast.monobeast", "--sync"], ["torchbeast.monobeast", "--sync"]),
-    ],
-)
-def test_arguments_go_to_polybeast_or_to_the_module_named(
-    arguments, expected, stages, tmp_path
-):
-    (entrypoint,) = map(json.loads, instructions(stages[2], "ENTRYPOINT"))
-    assert entrypoint[:2] == ["tini", "--"]
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
-    said = subprocess.run(
-        [*entrypoint[2:], *arguments],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    ).stdout
-    assert said.splitlines() == ["-m", *expected]

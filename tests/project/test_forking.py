@@ -306,8 +306,3 @@ def test_the_document_counts_the_files_and_lines_of_each_patch():
         added = [len(re.findall(r"^\+(?!\+\+ )", x, re.MULTILINE)) for x in parts[2::2]]
         counted = zip(parts[1::2], added, strict=True)
         assert cell == ", ".join(f"`{file}` {n}" for file, n in counted), name
-
-
-def test_the_document_names_files_that_exist():
-    for name in re.findall(r"torchbeast/[\w/]+\.py", DOCUMENT.read_text()):
-        assert (runs.ROOT / name).is_file(), name

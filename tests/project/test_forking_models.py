@@ -13,7 +13,6 @@ from nets import make_net, make_rows, map_leaves
 from test_forking import Fork
 
 from torchbeast.core.rollout import cut_at_episodes
-from torchbeast.envs.values import InvalidEnvironmentError
 
 
 def import_forked(fork, name):
@@ -137,36 +136,6 @@ def test_popart_scales_each_task_by_its_deviation(popart):
     torch.testing.assert_close(loss(3.0, 1000.0, 0.01), loss(1.0, 1.0, 1.0))
 
 
-def test_games_pads_screens_and_follows_from_the_seed(popart):
-    pytest.importorskip("minatar")
-    Games = import_forked(popart, "games").Games
-    names = [f"MinAtar/{x}-v0" for x in ("Breakout", "SpaceInvaders", "Asterix")]
-    channels = [4, 6, 4]
-    env, other = Games(names), Games(names)
-    assert env.observation_space["screen"].shape == (10, 10, 6)
-    tasks = set()
-    for seed in range(20):
-        observation, _ = env.reset(seed=seed)
-        if seed % 3 == 0:  # the other has played other games before
-            expected, _ = other.reset(seed=seed)
-        for action in (1, 3, 5, 2) * 5:
-            assert env.observation_space.contains(observation)
-            screen, task = observation["screen"], observation["task"]
-            assert not screen[..., channels[task] :].any()
-            if seed % 3 == 0:
-                assert task == expected["task"]
-                assert (screen == expected["screen"]).all()
-                expected, *_ = other.step(action)
-            observation, _, over, *_ = env.step(action)
-            if over:
-                break
-        assert screen.any()
-        tasks.add(task)
-    assert tasks == {0, 1, 2}
-    with pytest.raises(InvalidEnvironmentError, match=r"Discrete\(6\), and .*CartPole"):
-        Games([names[0], "CartPole-v1"])
-
-
 # --- A transformer --------------------------------------------------------------------
 
 T, B, A = 80, 3, 7  # more rows than the memory holds
@@ -203,7 +172,7 @@ def assert_close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, T), (0, 21), (20, 41), (33, 54)])
+@pytest.mark.parametrize(("first", "last"), [(0, T), (20, 41)])
 def test_a_transformer_learns_from_what_it_acts_on(transformer, first, last):
     """The learner gets the same outputs of a rollout [first, last), whole or cut."""
     rows = make_rows(SPACE, spaces.Discrete(A), rows=T, done=BEGINS)

@@ -60,9 +60,7 @@ class ByHand:
 @pytest.mark.parametrize(
     ("game", "params"),
     [
-        ("Breakout-MinAtar", {}),
         ("Breakout-MinAtar", {"max_steps_in_episode": 7}),
-        ("CartPole-v1", {"max_steps_in_episode": 12}),
         ("Pendulum-v1", {"max_steps_in_episode": 9}),
     ],
     ids=str,

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import runs
 import torch
-from gymnasium.utils.env_checker import check_env
 from test_evaluate import make_flags, make_weights
 
 from examples.self_play import players
-from examples.self_play.columns import NumpyPolicy
 from examples.self_play.games import SelfPlay, kept
 from torchbeast import load_agent
 from torchbeast.runs import checkpoint
@@ -69,16 +67,6 @@ def play(env, columns, **arguments):
             return
 
 
-def test_gymnasiums_checks(tmp_path):
-    env = make(tmp_path)
-    sample = env.action_space.sample
-    # The checker takes any action.
-    env.action_space.sample = lambda mask=None: sample(
-        env.game.observe(env.me)["action_mask"]
-    )
-    check_env(env, skip_render_check=True)
-
-
 def test_a_game_keeps_its_opponent_whatever_happens_to_the_files(tmp_path):
     publish(tmp_path / "model.10.tar", 2)
     env = make(tmp_path, newest=1.0)
@@ -103,48 +91,6 @@ def test_a_game_keeps_its_opponent_whatever_happens_to_the_files(tmp_path):
     os.replace(tmp_path / "other.tar", tmp_path / "model.20.tar")
     assert list(play(env, [0, 1, 0, 1], options={"seat": 1}))[-1] == -1
     assert opponents_columns(env) == [0, 0, 0, 4, 0, 0, 0]
-
-
-def test_a_game_follows_from_its_seed_and_the_actions(tmp_path):
-    save(tmp_path / "model.1.tar")
-    boards = []
-    for _ in range(2):
-        env = make(tmp_path)
-        env.reset(seed=5)
-        observation, over = env.reset(seed=3)[0], False
-        while not over:
-            action = np.flatnonzero(observation["action_mask"])[-1]
-            observation, _, over, _, _ = env.step(action)
-        boards.append(env.game.board)
-    assert boards[0] == boards[1]
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch evil",)
-
-
-def test_broken_files_are_told_once_and_skipped(tmp_path, caplog, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    publish(tmp_path / "model.1.tar", 4)
-    whole = (tmp_path / "model.1.tar").read_bytes()
-    (tmp_path / "model.2.tar").write_bytes(whole[: len(whole) // 2])
-    torch.save({"model_state_dict": Evil(), "flags": {}}, tmp_path / "model.3.tar")
-    (tmp_path / "model.4.tar").write_bytes(b"")
-    (tmp_path / "model.5.tar").mkdir()
-    env = make(tmp_path)
-    for seed in range(40):
-        assert env.reset(seed=seed)[0]["opponent"] == 1
-    messages = [x.getMessage() for x in caplog.records]
-    assert len(messages) == 4
-    for number in (2, 3, 4, 5):
-        path = str(tmp_path / f"model.{number}.tar")
-        assert sum(path in x for x in messages) == 1
-    assert not (tmp_path / "evil").exists()
-    # Once it is whole, it plays.
-    publish(tmp_path / "other.tar", 3)
-    os.replace(tmp_path / "other.tar", tmp_path / "model.2.tar")
-    assert {int(env.reset(seed=x)[0]["opponent"]) for x in range(40)} == {1, 2}
 
 
 def test_a_file_of_somebody_else_is_not_trusted(tmp_path, caplog):
@@ -173,75 +119,6 @@ def test_a_saved_player_acts_as_the_agent(tmp_path, words, greedy):
         moves.append(move)
         observation, _, over, _, _ = env.step(move)
     assert len(moves) > 3
-
-
-def test_the_fast_player_has_the_logits_of_the_model(tmp_path, monkeypatch):
-    path, seen = tmp_path / "model.1.tar", []
-    save(path, edit=lambda weights: weights["policy.weight"].mul_(100))
-    agent = load_agent(path, trust_env=True)
-    policy = NumpyPolicy.__call__
-
-    def spy(*args):
-        logits = policy(*args)
-        seen.append(logits.copy())
-        return logits
-
-    monkeypatch.setattr(NumpyPolicy, "__call__", spy)
-    env = make(tmp_path, against="random")
-    for seed, greedy in ((1, False), (2, True)):
-        observation, over, state = env.reset(seed=seed)[0], False, None
-        player = players.saved(agent, np.random.default_rng(1), greedy)
-        assert isinstance(player, players.SavedBoard)
-        while not over:
-            legal = observation["action_mask"] != 0
-            logits = agent.act(observation, state, outputs=True)[2]["policy_logits"]
-            move = player.move(observation)
-            np.testing.assert_allclose(seen[-1][legal], logits[legal], 1e-4, 1e-5)
-            assert not greedy or move == logits.argmax()
-            # The state of an agent that has moved like the player.
-            state = agent.act(observation, state)[1]._replace(
-                last_action=torch.tensor([[move]])
-            )
-            observation, _, over, _, _ = env.step(move)
-
-
-def wins(game, who, column):
-    """Whether this agent would win with a piece in the column, by PettingZoo."""
-    other = connect_four.raw_env()
-    other.reset()
-    other.board, other.agent_selection = list(game.board), who
-    other.step(column)
-    other.agent_selection = who
-    return other.check_for_winner()
-
-
-def random_positions(games, rng):
-    """Games of random moves. Yields them before each move."""
-    for _ in range(games):
-        game = connect_four.raw_env()
-        game.reset()
-        while not any(game.terminations.values()):
-            yield game
-            mask = game.observe(game.agent_selection)["action_mask"]
-            game.step(int(rng.choice(np.flatnonzero(mask))))
-
-
-def test_the_scripted_player_against_pettingzoos_rules():
-    rng = np.random.default_rng(3)
-    player, found = players.Scripted(rng), collections.Counter()
-    for game in random_positions(60, rng):
-        agent = game.agent_selection
-        rival = game.possible_agents[agent == "player_0"]
-        observation = game.observe(agent)
-        legal = np.flatnonzero(observation["action_mask"])
-        winning = {x for x in legal if wins(game, agent, x)}
-        blocking = {x for x in legal if wins(game, rival, x)}
-        move = player.move(observation)
-        assert move in (winning or blocking or legal)
-        found["wins"] += bool(winning)
-        found["blocks"] += bool(blocking) and not winning
-    assert found["wins"] > 20
-    assert found["blocks"] > 20
 
 
 @pytest.mark.timeout(500)

@@ -68,29 +68,5 @@ def test_a_skip_that_is_not_expected_fails(run, workers):
     assert "UNEXPECTED" not in done.stdout
 
 
-def test_a_list_without_a_reason_or_that_is_missing_is_refused(run):
-    done = run("test_one.py::*\n")
-    assert done.returncode == 4
-    assert "has no reason; write PATTERN | REASON" in done.stdout
-
-
 def test_the_list_of_this_repository_has_reasons():
     skips.read_expected((TESTS / "expected_skips.txt").read_text())
-
-
-GROUP = """
-import os, pytest
-@pytest.mark.xdist_group("one")
-@pytest.mark.parametrize("i", range(4))
-def test_of_a_group(i, worker_id): print(os.getpid(), worker_id)
-"""
-
-
-def test_one_process_runs_a_group(run, tmp_path):
-    """Tests of Ray look for any Ray actor on the machine."""
-    (tmp_path / "test_group.py").write_text(GROUP)
-    arguments = "-n", "2", "--dist", "loadgroup", "-rP", "-k", "of_a_group"
-    lines = [x for x in run("", *arguments).stdout.splitlines() if " gw" in x]
-    printed = [x for x in lines if x.split()[0].isdigit()]
-    assert len(printed) == 4
-    assert len(set(printed)) == 1

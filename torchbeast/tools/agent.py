@@ -35,7 +35,7 @@ from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
-from torchbeast.envs.make_env import create_env, vector_maker
+from torchbeast.envs.make_env import create_env
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
     describe,
@@ -72,16 +72,7 @@ class Agent:
         self.generator.seed()
 
     def make_env(self, render_mode: str | None = None) -> gymnasium.Env:
-        """The environment of the run, with its wrappers.
-
-        Raises:
-          UserError: it can't be made, or --env makes several at once.
-        """
-        if vector_maker(self.flags):
-            raise InvalidEnvironmentError(
-                f"--env {self.flags.env} makes several environments at once: make "
-                "them in your own code, and give `act` the observations of all"
-            )
+        """The environment of the run, with its wrappers. Raises UserError."""
         return create_env(self.flags, render_mode)
 
     def act(
@@ -122,34 +113,29 @@ class Agent:
             logits are NaN.
         """
         observation, n, is_one = _stack(self.observation_space, observation)
-        is_first = state is None
-        kind = self.model.distribution
-        if state is None:
-            none = torch.zeros(1, n, *kind.action_shape, dtype=kind.action_dtype)
-            state = AgentState(self.model.initial_state(n), none, Totals.zeros(n))
-        if state.last_action.shape[1] != n:
-            raise ValueError(
-                f"observation is of {n} environments, and state of "
-                f"{state.last_action.shape[1]}: state must be None, or what `act` "
-                "returned for the same environments"
-            )
-        given = fields or {}
-        ended = _fill("done", done, n, np.bool_)
         rewards = _fill("reward", reward, n, np.float64)
-        totals = state.totals if is_first else state.totals.add(rewards)
+        ended, given = _fill("done", done, n, np.bool_), fields or {}
         row = {
             "observation": observation,
             "reward": rewards.astype(np.float32),
-            "done": ended | is_first,
+            "done": ended | (state is None),
             "truncated": ended & _fill("truncated", truncated, n, np.bool_),
-            **totals.as_fields(),
             "game_over": _fill("game_over", given.get("game_over", ended), n, np.bool_),
-            "last_action": state.last_action[0].numpy(),
         }
         for name, field in EXTRA_FIELDS.items():
             value = given.get(name, np.zeros(field.shape, field.dtype))
             value = as_declared(name, value, np.shape(value))
             row[name] = _fill(name, value, n, field.dtype, field.shape)
+        kind = self.model.distribution
+        if state is None:
+            none = torch.zeros(1, n, *kind.action_shape, dtype=kind.action_dtype)
+            state = AgentState(self.model.initial_state(n), none, Totals.zeros(n))
+        elif state.last_action.shape[1] != n:
+            raise ValueError(f"state is not of {n} environments, as observation is")
+        else:
+            state = state._replace(totals=state.totals.add(rewards))
+        row |= state.totals.as_fields()
+        row["last_action"] = state.last_action[0].numpy()
         sample = functools.partial(kind.sample, generator=self.generator)
         choose: Choose = kind.mode if greedy else sample
         tensors = to_tensors(row)
@@ -157,15 +143,14 @@ class Agent:
         if results["policy_logits"].isnan().any():
             cause = find_cause(tensors, reward_is_clipped=True)
             raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
-        totals = totals.restart(ended, row["game_over"])
+        totals = state.totals.restart(ended, row["game_over"])
         new_state = AgentState(core, results["action"], totals)
         actions = results["action"][0].numpy()
-        actions = to_env_actions(self.action_space, n, actions)
         which: Any = 0 if is_one else slice(None)
+        action = to_env_actions(self.action_space, n, actions)[which]
         if not outputs:
-            return actions[which], new_state
-        arrays = map_nested(lambda x: x[0, which].numpy(), results)
-        return actions[which], new_state, arrays
+            return action, new_state
+        return action, new_state, map_nested(lambda x: x[0, which].numpy(), results)
 
 
 def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
@@ -176,18 +161,16 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
     """
     try:
         one = read(space, observation)
-    except InvalidEnvironmentError as error:
-        why = error
-    else:
         return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
-    n, several = 0, None
-    with contextlib.suppress(LookupError, TypeError, ValueError):
-        leaves = map_nested(lambda _, x: np.asarray(x), parts_of(space), observation)
-        if n := len(flatten(leaves)[0]):
-            several = map_nested(np.array, read(space, observation, (n,)))
-    if several is not None:
-        return several, n, False
-    raise ValueError(f"{why}. A batch of such observations is possible, too")
+    except InvalidEnvironmentError as error:
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            subspaces = parts_of(space)
+            leaves = map_nested(lambda _, x: np.asarray(x), subspaces, observation)
+            if n := len(flatten(leaves)[0]):
+                return map_nested(np.array, read(space, observation, (n,))), n, False
+        raise ValueError(
+            f"{error}. A batch of such observations is possible, too"
+        ) from None
 
 
 def _fill(

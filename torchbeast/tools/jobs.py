@@ -1,7 +1,4 @@
-"""Jobs: runs of a sweep as processes, each on cores of its own.
-
-Importing this module does not load torch.
-"""
+"""Jobs: runs of a sweep as processes, each on cores of its own. Loads no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import contextlib
 import logging
 import os
 import pathlib
-import select
 import signal
 import subprocess
 import time
@@ -18,20 +14,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchbeast.base import hardware
-from torchbeast.base.errors import FlagError
+from torchbeast.base.errors import UserError
 from torchbeast.procs import children, processes
-from torchbeast.runs.files import RunBusyError, RunFolder, writing
+from torchbeast.runs.files import writing
 
 log = logging.getLogger(__name__)
 
-END_SECONDS = 60.0  # for runs to save and end if the sweep is killed
+END_SECONDS = 60.0  # for runs to save and end if the sweep ends
 TAIL = 15  # lines of a failed run's output that are shown
 
 # Exit statuses of runs that a signal has ended. They can be resumed.
 STOPPED = {sign for n in processes.STOP_SIGNALS for sign in (128 + n, -n)}
 
 
-class OtherRunError(FlagError):
+class OtherRunError(UserError):
     """The folder already has a run with other flags."""
 
 
@@ -75,13 +71,6 @@ class Job(NamedTuple):
                 preexec_fn=prepare,
             )
 
-    def is_free(self) -> bool:
-        """Whether no process has the run's folder."""
-        with contextlib.suppress(RunBusyError):
-            RunFolder(str(self.folder.parent), self.xpid).close()
-            return True
-        return False
-
     def tail(self) -> str:
         """The last lines of the run's output."""
         text = ""
@@ -97,35 +86,23 @@ def split_cores(num_jobs: int, cores_per_job: int | None) -> list[list[int]]:
     """
     num_cpus = hardware.num_cpus()
     each = cores_per_job or max(1, num_cpus // num_jobs)
-    if num_jobs * each > num_cpus:
-        log.warning(
-            "--jobs %d with --cores %d need %d cores, but this process may use %d: the "
-            "runs share them, and each is slower.",
-            *(num_jobs, each, num_jobs * each, num_cpus),
-        )
-        return [[]] * num_jobs
     # macOS has no affinity. With a container's quota others use the same cores.
     affinity = getattr(os, "sched_getaffinity", lambda _: ())
     cores = sorted(affinity(0))
+    if num_jobs * each > num_cpus:
+        log.warning("The runs share %d cores, so each is slower.", num_cpus)
+        return [[]] * num_jobs
     if not cores or (len(cores) > num_cpus and cores_per_job is None):
         return [[]] * num_jobs
     return [cores[i * each : (i + 1) * each] for i in range(num_jobs)]
 
 
-class StopSignals(contextlib.ExitStack):
-    """Notes stop signals: `number` is the first, or 0; it wakes `wake_pipe`."""
-
-    number = 0
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.number = self.number or number
-
-    def __enter__(self) -> StopSignals:
-        self.wake_pipe = processes.WakePipe()
-        self.callback(self.wake_pipe.close)
-        self.wake_pipe.wake_on_signals()
-        self.enter_context(processes.handling(self._note))
-        return self
+@contextlib.contextmanager
+def noting_signals() -> Iterator[list[int]]:
+    """Appends the numbers of stop signals to a list."""
+    numbers: list[int] = []
+    with processes.handling(lambda number, frame: numbers.append(number)):
+        yield numbers
 
 
 @contextlib.contextmanager
@@ -134,12 +111,11 @@ def ending(running: dict[Job, tuple[subprocess.Popen, Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        deadline = time.monotonic() + END_SECONDS
         for process, _ in running.values():
             process.terminate()
         for process, _ in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(END_SECONDS)
 
 
 def run_here(
@@ -162,16 +138,10 @@ def run_here(
     places = collections.deque(cores)
     running: dict[Job, tuple[subprocess.Popen, Sequence[int]]] = {}
     guardian = contextlib.closing(children.Guardian(END_SECONDS, signal.SIGTERM))
-    with guardian as guard, StopSignals() as signals, ending(running):
+    with guardian as guard, noting_signals() as signals, ending(running):
+        passed_on = 0
         while True:
-            while places and not signals.number and (job := next(jobs, None)):
-                # A killed sweep's runs are still saving, for END_SECONDS at most.
-                for _ in range(int(END_SECONDS / 0.1)):
-                    if job.is_free() or signals.number:
-                        break
-                    time.sleep(0.1)
-                if signals.number:
-                    break
+            while places and not signals and (job := next(jobs, None)):
                 own_cores = places.popleft()
                 process = job.start(own_cores)
                 guard.guard(process.pid)
@@ -179,15 +149,14 @@ def run_here(
                 where = f" on cores {own_cores}" if own_cores else ""
                 log.info("%s starts%s.", job.xpid, where)
             if not running:
-                return signals.number
-            if select.select([signals.wake_pipe.reader], [], [], 0.1)[0]:
-                signals.wake_pipe.drain()
-                if not signals.number:  # another signal of this process
-                    continue
-                name = signal.Signals(signals.number).name
+                return signals[0] if signals else 0
+            time.sleep(0.1)
+            for number in signals[passed_on:]:
+                name = signal.Signals(number).name
                 log.warning("%s: %d runs are ending.", name, len(running))
                 for process, _ in running.values():
-                    process.send_signal(signals.number)
+                    process.send_signal(number)
+                passed_on += 1
             for job, (process, own_cores) in list(running.items()):
                 status = process.poll()
                 if status is not None:

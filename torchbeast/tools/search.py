@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import pathlib
 import signal
 import statistics
@@ -18,14 +16,16 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from sqlalchemy import URL
 
 from torchbeast.base.errors import FlagError, using
-from torchbeast.tools.jobs import STOPPED, Job, OtherRunError
+from torchbeast.tools.jobs import STOPPED, Job
 from torchbeast.tools.saved_runs import read_run
 
 log = logging.getLogger(__name__)
+
+FORMS = "uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or choice:A:B:..."
 
 
 def distribution(text: str) -> BaseDistribution:
@@ -35,25 +35,16 @@ def distribution(text: str) -> BaseDistribution:
       FlagError: it is not of this form.
     """
     kind, *values = text.split(":")
-    try:
-        if "" in values:
-            raise ValueError("a value is empty")
+    with using(f"--search FLAG={text}", f"is not {FORMS}"):
         match kind, values:
             case "uniform" | "loguniform", [low, high]:
-                bounds = float(low), float(high)
-                if not all(map(math.isfinite, bounds)):
-                    raise ValueError("the bounds must be finite")
-                return FloatDistribution(*bounds, log=kind == "loguniform")
+                is_log = kind == "loguniform"
+                return FloatDistribution(float(low), float(high), log=is_log)
             case "int", [low, high]:
                 return IntDistribution(int(low), int(high))
             case "choice", [_, *_]:
                 return CategoricalDistribution(values)
-        raise ValueError("this is not a known form")
-    except ValueError as error:
-        raise FlagError(
-            f"--search FLAG={text}: {error}. Allowed are uniform:LOW:HIGH, "
-            "loguniform:LOW:HIGH, int:LOW:HIGH and choice:A:B:..."
-        ) from error
+        raise ValueError(f"unknown kind, or number of values: {kind}")
 
 
 def final_return(folder: pathlib.Path) -> float | None:
@@ -64,7 +55,7 @@ def final_return(folder: pathlib.Path) -> float | None:
     """
     try:
         run = read_run(folder)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         log.warning("%s does not count: %s", folder.name, error)
         return None
     if not run.meta.get("args", {}).get("eval_interval"):
@@ -80,51 +71,42 @@ class Search:
 
     Args:
       path: the file. An existing study is continued.
-      space: the values of each flag.
-      fixed: what all trials share: command line, seeds, and the text of the space.
+      space: the values of each flag, see `distribution`.
+      shared: what all trials share: command line and seeds.
       make_jobs: from a trial's name and settings to its runs.
 
     Raises:
-      FlagError: the file's study was started with other values of `fixed`.
+      FlagError: the file can't be used, or its study has other values.
     """
 
     def __init__(
         self,
         path: pathlib.Path,
-        space: dict[str, BaseDistribution],
-        fixed: Sequence[str],
+        space: Sequence[tuple[str, str]],
+        shared: Sequence[str],
         make_jobs: Callable[[str, dict[str, Any]], list[Job]],
     ) -> None:
-        self.space, self.make_jobs = space, make_jobs
+        self.space = {name: distribution(text) for name, text in space}
+        self.make_jobs = make_jobs
+        fixed = [*shared, *(f"--search {name}={text}" for name, text in space)]
+        # The runs of each trial in progress, with their exit statuses.
+        self._open: dict[int, dict[Job, int | None]] = {}
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.path = path
-        with self._storage():
+        with using(path, "can't be used"):
             self.study = optuna.create_study(
                 storage=URL.create("sqlite", database=str(path)).render_as_string(),
                 study_name="sweep",
                 direction="maximize",
                 load_if_exists=True,
             )
-            before = self.study.user_attrs.get("fixed", list(fixed))
+            before = self.study.user_attrs.get("fixed", fixed)
             self.study.get_trials()
-            if before != list(fixed):
-                raise FlagError(
-                    f"{path} has a search that was started with {' '.join(before)}. "
-                    "Give the same values and seeds again, or another --name"
-                )
-            self.study.set_user_attr("fixed", list(fixed))
-        # The runs of each trial in progress, with their exit statuses.
-        self._open: dict[int, dict[Job, int | None]] = {}
-
-    def _storage(self) -> contextlib.AbstractContextManager[None]:
-        """Names Optuna's file in its errors."""
-        return using(self.path, "can't be used")
-
-    def _tell(self, trial: int, value: float | None = None) -> FrozenTrial:
-        """Ends a trial; without a value it has failed."""
-        state = TrialState.FAIL if value is None else None
-        with self._storage():
-            return self.study.tell(trial, value, state=state)
+            self.study.set_user_attr("fixed", before)
+        if before != fixed:
+            raise FlagError(
+                f"{path} has a search that was started with {' '.join(before)}. Give "
+                "the same values and seeds again, or another --name"
+            )
 
     def jobs(self, num_trials: int) -> Iterator[Job]:
         """The runs of unfinished trials, then those of new ones, up to `num_trials`.
@@ -134,36 +116,27 @@ class Search:
         Raises:
           OtherRunError: the folder already has a run with other flags.
         """
-        with self._storage():
-            running = self.study.get_trials(states=[TrialState.RUNNING])
-        for trial in running:
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.space.keys():
                 yield from self._begin(trial.number, trial.params)
             else:  # killed before it had all its settings
-                self._tell(trial.number)
-        while True:
-            with self._storage():
-                if len(self.study.trials) >= num_trials:
-                    return
-                new = self.study.ask(self.space)
+                self.study.tell(trial.number, state=TrialState.FAIL)
+        while len(self.study.trials) < num_trials:
+            new = self.study.ask(self.space)
             yield from self._begin(new.number, new.params)
 
     def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
         try:
             jobs = self.make_jobs(f"trial{trial}", settings)
-        except OtherRunError:
-            raise
         except FlagError as error:
-            self._tell(trial)
+            self.study.tell(trial, state=TrialState.FAIL)
             log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
             return []
         self._open[trial] = dict.fromkeys(jobs)
         return jobs
 
     def all_failed(self) -> bool:
-        with self._storage():
-            states = [trial.state for trial in self.study.trials]
-        return bool(states) and set(states) == {TrialState.FAIL}
+        return {trial.state for trial in self.study.trials} == {TrialState.FAIL}
 
     def ended(self, job: Job, status: int) -> None:
         """Notes the end of a run; after the last one of a trial, tells the study."""
@@ -176,12 +149,11 @@ class Search:
         returns = [None if any(statuses) else final_return(job.folder) for job in jobs]
         known = [x for x in returns if x is not None]
         if len(known) < len(returns):
-            self._tell(trial)
+            self.study.tell(trial, state=TrialState.FAIL)
             log.warning("Trial %d: a run failed, or no game has ended.", trial)
             return
-        told = self._tell(trial, statistics.fmean(known))
-        with self._storage():
-            best = self.study.best_trial
+        told = self.study.tell(trial, statistics.fmean(known))
+        best = self.study.best_trial
         log.info(
             "Trial %d reached %.2f with %s. The best is trial %d with %.2f.",
             *(trial, told.value, told.params, best.number, best.value),

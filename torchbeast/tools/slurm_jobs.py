@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -17,8 +19,7 @@ from submitit.core import utils
 
 from torchbeast.base.errors import FlagError
 from torchbeast.procs import children
-from torchbeast.tools import jobs
-from torchbeast.tools.jobs import Job
+from torchbeast.tools.jobs import END_SECONDS, Job, noting_signals
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class SlurmJob:
         self._process: subprocess.Popen | None = None
 
     def __call__(self) -> int:
-        guardian = children.Guardian(jobs.END_SECONDS, signal.SIGTERM)
+        guardian = children.Guardian(END_SECONDS, signal.SIGTERM)
         with contextlib.closing(guardian) as guard:
             self._process = self.job.start()
             guard.guard(self._process.pid)
@@ -53,18 +54,17 @@ class SlurmJob:
 
 
 def submit(
+    options: argparse.Namespace,
     waiting: Sequence[Job],
     folder: pathlib.Path,
-    cluster: str,
-    parameters: dict[str, Any],
     ended: Callable[[Job, int], None],
 ) -> int:
     """Submits jobs as an array and waits for them. A stop signal ends only the waiting.
 
     Args:
+      options: of the sweep. With --submit local all jobs start on this machine at once,
+        and end with this process.
       folder: for submitit's files.
-      cluster: "slurm"; or "local", which starts all jobs on this machine at once.
-      parameters: of submitit's executor.
       ended: called with each job and its exit status.
 
     Returns:
@@ -73,58 +73,62 @@ def submit(
     Raises:
       FlagError: the cluster refuses the jobs.
     """
+    if not waiting:
+        return 0
+    cluster = options.submit
+    if cluster == "slurm" and not shutil.which("sbatch"):
+        raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
     # A job that reaches its time limit is requeued again and again.
     limit = {f"{cluster}_max_num_timeout": 1_000_000}
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **limit)
-    executor.update_parameters(**parameters)
-    here = cluster == "local"
-    submitted: list[tuple[Job, Any]] = []
+    executor.update_parameters(
+        name=options.name,
+        timeout_min=options.minutes,
+        cpus_per_task=options.cores or 2,
+        slurm_array_parallelism=options.jobs or len(waiting),
+        slurm_additional_parameters=dict(options.sbatch),
+    )
+    submitted: dict[Job, Any] = {}
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(jobs.StopSignals())
+        signals = stack.enter_context(noting_signals())
         # SIGINT: submitit ignores SIGTERM.
-        guard = children.Guardian(jobs.END_SECONDS, signal.SIGINT)
+        guard = children.Guardian(END_SECONDS, signal.SIGINT)
         stack.callback(guard.close)
-        if here:
+        if cluster == "local":
             stack.callback(_end_here, submitted)
         try:
             with executor.batch():
                 handles = [executor.submit(SlurmJob(job)) for job in waiting]
         except (utils.UncompletedJobError, utils.FailedSubmissionError) as error:
-            raise FlagError(
-                f"the jobs can't be submitted: {error}. Check --sbatch, --minutes, "
-                "--cores"
-            ) from error
-        submitted += zip(waiting, handles, strict=True)
-        for job, handle in submitted:
-            if here:
+            raise FlagError(f"the jobs can't be submitted: {error}") from error
+        submitted |= zip(waiting, handles, strict=True)
+        for job, handle in submitted.items():
+            if cluster == "local":
                 guard.guard(int(handle.job_id))
             log.info("%s is job %s.", job.xpid, handle.job_id)
-        while submitted and not signals.number:
+        while submitted and not signals:
             time.sleep(POLL_SECONDS)
-            done = [pair for pair in submitted if pair[1].done()]
-            if signals.number and here:  # a Ctrl-C has ended them
-                break
-            for job, handle in done:
-                submitted.remove((job, handle))
-                if here:
+            for job, handle in list(submitted.items()):
+                if signals or not handle.done():
+                    continue
+                del submitted[job]
+                if cluster == "local":
                     guard.release(int(handle.job_id))
                 try:
                     ended(job, handle.result())
                 except utils.UncompletedJobError as error:
                     log.error("%s: %s", job.xpid, error)
                     ended(job, 1)
-        if signals.number and not here:
-            name = signal.Signals(signals.number).name
+        if signals and cluster == "slurm":
+            name = signal.Signals(signals[0]).name
             log.warning("%s: the jobs go on; scancel ends them.", name)
-        return signals.number
+        return signals[0] if signals else 0
 
 
-def _end_here(submitted: Sequence[tuple[Job, Any]]) -> None:
-    """Ends submitit's processes on this machine; waits until their runs have saved."""
-    deadline = time.monotonic() + jobs.END_SECONDS
-    for _, handle in submitted:
+def _end_here(submitted: dict[Job, Any]) -> None:
+    """Ends submitit's processes on this machine. Then their guardians end the runs."""
+    for handle in submitted.values():
         handle.cancel()
-    for job, handle in submitted:
-        # submitit kills its process after a second. The run ends later.
-        while time.monotonic() < deadline and not (handle.done() and job.is_free()):
-            time.sleep(0.05)
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and not all(x.done() for x in submitted.values()):
+        time.sleep(0.05)

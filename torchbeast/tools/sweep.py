@@ -15,26 +15,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import math
 import os
 import pathlib
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torchbeast.base.errors import FlagError, needing
 from torchbeast.flags import Flags
 from torchbeast.procs import children
 from torchbeast.runs import flagset, start
-from torchbeast.runs.files import RunFolder, check_name, read_meta
+from torchbeast.runs.files import RunFolder, read_meta
 from torchbeast.tools import grid, jobs, variants
 from torchbeast.tools.jobs import Job, OtherRunError
 from torchbeast.tools.saved_runs import listing
-
-if TYPE_CHECKING:
-    from torchbeast.tools.search import Search
 
 log = logging.getLogger(__name__)
 
@@ -58,32 +53,17 @@ class Sweep:
         seeds: Sequence[int],
         elsewhere: bool = False,
     ) -> None:
-        if not name:
-            raise FlagError("--name is empty: give the first part of the runs' names")
         self.name, self.seeds, self.elsewhere = name, seeds, elsewhere
         self.variant, *self.words = command
         self.module = f"torchbeast.{self.variant}"
         self.script = variants.load(self.variant)
         self.parser = self.script.make_parser()
-        flags_of_it = self.parser.declared.values()
-        self.options = {word for flag in flags_of_it for word in flag.options}
-        self.parser.prog = f"python -m {self.module}"
         typed = flagset.read(self.parser, self.words)
-        for flag in typed.here.keys() & {"seed", "xpid"}:  # not those of --config
-            raise FlagError(f"give --seeds and --name in place of --{flag}")
+        if typed.here.keys() & {"seed", "xpid"}:  # those of --config are replaced
+            raise FlagError("give --seeds and --name in place of --seed and --xpid")
         flags = flagset.merge(typed)
-        if flags.mode != "train":
-            raise FlagError(f"a sweep trains; --mode {flags.mode} is not possible")
-        check_name(name, flags.savedir, "--name")
-        flags.xpid = name
         flagset.resolve_folder(flags)
         self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raises FlagError if the variant lacks one of these flags."""
-        for name in names:
-            if f"--{name}" not in self.options:
-                raise FlagError(f"{self.variant} has no flag --{name}")
 
     def make_jobs(self, label: str, settings: dict[str, Any]) -> list[Job]:
         """The runs with these values of flags, one per seed; their flags are checked.
@@ -94,10 +74,8 @@ class Sweep:
         """
         words = [*self.words]
         for name, value in settings.items():
-            if value in ("true", "false") and f"--no-{name}" in self.options:
-                words.append(f"--{name}" if value == "true" else f"--no-{name}")
-            else:
-                words.append(f"--{name}={value}")
+            switch = {"true": f"--{name}", "false": f"--no-{name}"}
+            words.append(switch.get(value, f"--{name}={value}"))
         found = []
         for seed in self.seeds:
             xpid = "-".join(filter(None, [self.name, label, str(seed)]))
@@ -111,15 +89,13 @@ class Sweep:
         return flagset.parse(self.parser, job.command[3:])
 
     def _check(self, job: Job) -> None:
-        flags = self.flags(job)
+        flags, meta = self.flags(job), read_meta(job.folder)
         flagset.resolve_folder(flags)
-        meta = read_meta(job.folder)
-        saved = meta.get("args", {})
-        free = {*flagset.FREE_TO_CHANGE, *meta.get("flags_left_open", ())}
-        changes = flagset.changed(saved, flags, free | {"total_steps"})
+        saved, free = meta.get("args", {}), {*flagset.FREE_TO_CHANGE, "total_steps"}
+        free |= set(meta.get("flags_left_open", ()))
+        changes = flagset.changed(saved, flags, free)
         both = saved.keys() & flags.as_dict().keys()  # flags can be newer, or be gone
-        changes = {name: x for name, x in changes.items() if name in both}
-        if changes:
+        if changes := {name: x for name, x in changes.items() if name in both}:
             raise OtherRunError(
                 f"{job.folder} has a run with other flags "
                 f"({flagset.describe_changes(changes)}). Give another --name"
@@ -130,7 +106,7 @@ class Sweep:
 
     def is_finished(self, job: Job) -> bool:
         meta = read_meta(job.folder)
-        last_step = (meta.get("starts") or [{}])[-1].get("last_step") or 0
+        last_step = meta.get("last_step") or 0
         return bool(meta.get("successful")) and last_step >= self.flags(job).total_steps
 
 
@@ -156,14 +132,16 @@ def make_parser() -> argparse.ArgumentParser:
         "choice:A:B:..."
     )
     add("--search", **settings, metavar="FLAG=KIND:VALUES", help=search_help)
-    add("--trials", type=grid.positive, help="settings to try in all (20)")
+    trials_help = "settings to try in all (20)"
+    add("--trials", type=grid.positive, default=20, help=trials_help)
     add = parser.add_argument_group("Slurm").add_argument
     submit_help = (
         "submit the runs as an array through submitit; local: its processes on this "
         "machine, to try it out"
     )
     add("--submit", choices=["slurm", "local"], help=submit_help)
-    add("--minutes", type=grid.positive, help="limit of a job (1440)")
+    minutes_help = "limit of a job (1440)"
+    add("--minutes", type=grid.positive, default=24 * 60, help=minutes_help)
     sbatch_help = "an option of sbatch, such as partition=gpu or gres=gpu:1"
     add("--sbatch", **settings, metavar="OPTION=VALUE", help=sbatch_help)
     return parser
@@ -175,25 +153,18 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
       FlagError: a flag has a value that is not allowed; nothing was started.
     """
-    names = [name for name, _ in options.grid + options.search]  # one of them is empty
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise FlagError(f"{twice[0]} is given twice: give all its values in one")
-    elsewhere = options.submit == "slurm"
-    trials = options.trials or 20
-    sizes = [len(grid.split_values(text)) for _, text in options.grid]
-    settings = trials if options.search else math.prod(sizes)
-    if (count := settings * len(options.seeds)) > grid.MOST_RUNS:
-        raise FlagError(
-            f"{settings:,} settings with {len(options.seeds):,} seeds are {count:,} "
-            f"runs, but a sweep can have {grid.MOST_RUNS:,}: split it"
-        )
-    sweep = Sweep(options.name, command, options.seeds, elsewhere)
-    sweep.check_names(names)
+    sweep = Sweep(options.name, command, options.seeds, options.submit == "slurm")
     statuses: dict[Job, int] = {}
     with contextlib.closing(RunFolder(str(sweep.savedir), sweep.name)) as own:
         folder = own.path  # for the files of the sweep itself
-        search = make_search(sweep, options, folder) if options.search else None
-        planned = search.jobs(trials) if search else make_grid(sweep, options)
+        search = None
+        if options.search:
+            with needing("--search", "optuna"):
+                from torchbeast.tools.search import Search
+            shared = [sweep.variant, *sweep.words, f"--seeds {sweep.seeds}"]
+            path = folder / "study.db"
+            search = Search(path, options.search, shared, sweep.make_jobs)
+        planned = search.jobs(options.trials) if search else make_grid(sweep, options)
 
         def ended(job: Job, status: int) -> None:
             statuses[job] = status
@@ -210,40 +181,26 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
                     yield job
 
         if options.submit:
-            stopped_by = submit(sweep, options, list(unfinished()), folder, ended)
+            with needing("--submit", "submitit"):
+                from torchbeast.tools import slurm_jobs
+            stopped_by = slurm_jobs.submit(options, list(unfinished()), folder, ended)
         else:
             cores = jobs.split_cores(options.jobs or 1, options.cores)
             stopped_by = jobs.run_here(unfinished(), cores, ended)
-    lost = search is not None and search.all_failed()
-    return summary(sweep, options, statuses, stopped_by, lost)
-
-
-def summary(
-    sweep: Sweep,
-    options: argparse.Namespace,
-    statuses: dict[Job, int],
-    stopped_by: int,
-    all_trials_failed: bool,
-) -> int:
-    """Logs how a sweep has ended. Returns the exit status."""
-    failed = [x for x, n in statuses.items() if n and n not in jobs.STOPPED]
+    failed = [x for x, status in statuses.items() if status not in {0, *jobs.STOPPED}]
     for job in failed:
         how = children.how_it_ended(statuses[job])
         log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
     finished = sum(status == 0 for status in statuses.values())
     log.info("Finished: %d runs, in %s", finished, sweep.savedir)
     if stopped_by:
-        if options.submit == "slurm":
-            log.warning("Jobs may still run: wait until squeue lists none of them.")
         log.warning("Give the same command again to continue with the other runs.")
     if failed:
         names = listing([job.xpid for job in failed])
         log.error("Failed: %d of %d runs: %s", len(failed), len(statuses), names)
-    if stopped_by:
-        return 128 + stopped_by
-    if all_trials_failed:
+    if lost := search is not None and search.all_failed():
         log.error("Failed: all trials.")
-    return int(all_trials_failed or finished < len(statuses))
+    return 128 + stopped_by if stopped_by else int(lost or finished < len(statuses))
 
 
 def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
@@ -253,43 +210,6 @@ def make_grid(sweep: Sweep, options: argparse.Namespace) -> list[Job]:
     if count > 1:
         raise FlagError(f"two runs of the grid would be named {name}")
     return found
-
-
-def make_search(
-    sweep: Sweep, options: argparse.Namespace, folder: pathlib.Path
-) -> Search:
-    """A new study in the sweep's folder, or the one there. Raises FlagError."""
-    with needing("--search", "optuna"):
-        from torchbeast.tools.search import Search, distribution
-
-    space = {name: distribution(text) for name, text in options.search}
-    texts = [f"--search {name}={text}" for name, text in options.search]
-    fixed = [sweep.variant, *sweep.words, f"--seeds {sweep.seeds}", *texts]
-    return Search(folder / "study.db", space, fixed, sweep.make_jobs)
-
-
-def submit(
-    sweep: Sweep,
-    options: argparse.Namespace,
-    waiting: Sequence[Job],
-    folder: pathlib.Path,
-    ended: Callable[[Job, int], None],
-) -> int:
-    """See slurm_jobs.submit."""
-    if not waiting:
-        return 0
-    with needing("--submit", "submitit"):
-        from torchbeast.tools import slurm_jobs
-    if options.submit == "slurm" and not shutil.which("sbatch"):
-        raise FlagError("--submit slurm needs a machine of a Slurm cluster: no sbatch")
-    parameters = {
-        "name": sweep.name,
-        "timeout_min": options.minutes or 24 * 60,
-        "cpus_per_task": options.cores or 2,
-        "slurm_array_parallelism": options.jobs or len(waiting),
-        "slurm_additional_parameters": dict(options.sbatch),
-    }
-    return slurm_jobs.submit(waiting, folder, options.submit, parameters, ended)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"after -- comes {' or '.join(variants.VARIANTS)}, with its flags")
     if options.search and (options.grid or options.submit):
         parser.error("--search goes neither with --grid nor with --submit")
-    if options.trials and not options.search:
-        parser.error("--trials is for a --search")
-    if (options.minutes or options.sbatch) and not options.submit:
-        parser.error("--minutes and --sbatch are for jobs: add --submit slurm")
+    names = [name for name, _ in options.grid + options.search]
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"{twice[0]} is given twice: give all its values in one")
     return start.guarded(lambda: run_sweep(options, command))
