@@ -211,7 +211,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
 @pytest.mark.parametrize(
     ("own", "flags", "status", "message"),
     [
-        (["--grid", "alfa=1"], {}, 2, "unrecognized arguments"),
+        (["--grid", "alfa=1"], {}, 1, "monobeast has no flag --alfa"),
         (["--grid", "learning_rate=1,-1"], {}, 1, "--learning_rate must be"),
         (["--grid", "num_buffers=1"], {}, 1, "--num_buffers 1 is too small"),
         (["--grid", "entropy_cost"], {}, 2, "is not of the form FLAG=VALUES"),

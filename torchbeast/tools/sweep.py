@@ -154,6 +154,9 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
       FlagError: a flag has a value that is not allowed; nothing was started.
     """
     sweep = Sweep(options.name, command, options.seeds, options.submit == "slurm")
+    varied = dict(options.grid + options.search).keys()
+    if unknown := varied - sweep.parser.declared.keys():
+        raise FlagError(f"{sweep.variant} has no flag --{min(unknown)}")
     statuses: dict[Job, int] = {}
     with contextlib.closing(RunFolder(str(sweep.savedir), sweep.name)) as own:
         folder = own.path  # for the files of the sweep itself
