@@ -181,10 +181,6 @@ class Faulty(Split):
         return (*results, infos)
 
 
-class Twice(Split):
-    possible_agents = np.array(["left", "left"])
-
-
 def annotated() -> ParallelEnv:
     return Split()
 
@@ -195,12 +191,6 @@ def not_annotated():
 
 def lying() -> ParallelEnv:
     return AECEnv()
-
-
-def in_turn():
-    from pettingzoo.classic import tictactoe_v3
-
-    return tictactoe_v3.env()
 
 
 def identity(env, scale=1):

@@ -189,13 +189,11 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a checkpoint. Raises CheckpointError if it does not fit."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
-        if (old := state["flags"]["optimizer"]) != self.flags.optimizer:
+        before = state["flags"]
+        if (old := before["optimizer"]) != self.flags.optimizer:
             raise CheckpointError(f"the checkpoint needs --optimizer {old}")
-        replays = state["flags"].get("replay_ratio")
-        if replays and not hasattr(self.flags, "replay_ratio"):
-            raise CheckpointError(
-                "the checkpoint needs extras/replay, which is deleted"
-            )
+        if before.get("replay_ratio") and not hasattr(self.flags, "replay_ratio"):
+            raise CheckpointError("the checkpoint needs extras/replay, now deleted")
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]

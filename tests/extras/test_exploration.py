@@ -19,7 +19,7 @@ from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.values import AGENT
 from torchbeast.extras.explorer.method import make_method
-from torchbeast.learner import learn, model_loss, rewards_and_discounts
+from torchbeast.learner import learn, model_loss
 from torchbeast.monobeast import make_parser
 
 pytestmark = pytest.mark.timeout(300)
@@ -160,19 +160,6 @@ def test_equal_observations_have_equal_hashes_and_others_differ():
     assert (first != buckets({"a": moved, "b": b})).float().mean() > 0.9
 
 
-def test_a_part_is_counted_alone():
-    space = spaces.Dict({"map": spaces.Box(-1, 1, (3,)), "clock": spaces.Discrete(4)})
-    buckets = Hash(space, 2**20, "map")
-    x = {"map": torch.rand(5, 2, 3), "clock": torch.randint(4, (5, 2))}
-    later = {**x, "clock": (x["clock"] + 1) % 4}
-    assert torch.equal(buckets(x), buckets(later))
-    assert not torch.equal(buckets(x), buckets({**x, "map": x["map"] + 0.1}))
-    with pytest.raises(FlagError, match=r"'maps' is none of \['clock', 'map'\]"):
-        Hash(space, 2**20, "maps")
-    with pytest.raises(FlagError, match="'map' is none of"):
-        Hash(spaces.Discrete(3), 2**20, "map")
-
-
 def test_counts_of_an_episode():
     counts = EpisodicCounts(spaces.Discrete(7), buckets=512)
     state = counts.initial_state(2)
@@ -285,10 +272,20 @@ def test_a_resume_takes_the_settings_of_the_methods_optimizer():
     assert torch.equal(*moments)
 
 
-def test_what_is_no_method_is_refused():
-    name = "examples.exploration.common:Deviation"
-    with pytest.raises(FlagError, match=r"Deviation is no class .*\.Method"):
-        make_method(name)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("examples.exploration.common:Deviation", r"Deviation is no class .*\.Method"),
+        ("no_such_module:A", "no_such_module"),
+        ("exploring:Wacher", "has no attribute 'Wacher'"),
+        ('exploring:Teacher{"speed": 1}', "speed"),
+        ("exploring:Teacher{1}", "not a JSON object"),
+        ("exploring:Teacher,exploring:Watcher", "one MODULE:CLASS"),
+    ],
+)
+def test_a_wrong_name_is_named(name, message):
+    with pytest.raises(FlagError, match=message):
+        make_method(name, ACTIONS, make_distribution(ACTIONS))
 
 
 @pytest.mark.parametrize("field", ["reward", "discount"])
@@ -323,21 +320,6 @@ def test_a_column_named_like_another_is_refused(name, monkeypatch):
         learn(learner, *make_batch(learner)).finish()
 
 
-def test_rewards_are_added_or_stacked():
-    learner = make_learner("--reward_clipping", "none")
-    batch, _ = make_batch(learner)
-    rewards, discounts = rewards_and_discounts(batch, {}, learner.flags)
-    more, ends = torch.rand(2, *batch["reward"].shape)
-    rows = {**batch, "intrinsic_reward": more}
-    added, same = rewards_and_discounts(rows, {}, learner.flags)
-    assert torch.equal(added, rewards + more[1:])
-    assert torch.equal(same, discounts)
-    rows["intrinsic_discount"] = ends
-    stacked, two = rewards_and_discounts(rows, {}, learner.flags)
-    assert torch.equal(stacked, torch.stack([rewards, more[1:]], -1))
-    assert torch.equal(two, torch.stack([discounts, ends[1:]], -1))
-
-
 @pytest.mark.parametrize("method", [COUNTS, RANDOM])
 def test_with_what_changes_a_batch(tmp_path, method):
     more = {"updates_per_batch": 2, "minibatches": 2, "normalize_rewards": True}
@@ -358,28 +340,6 @@ def test_what_is_not_finite_ends_the_run(tmp_path, method):
     # Before its first bad update.
     if method == "Steep":
         assert runs.read_logs(tmp_path, "run") == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("explorer", "no_such_module:A", "no_such_module"),
-        ("explorer", "exploring:Wacher", "has no attribute 'Wacher'"),
-        ("explorer", 'exploring:Teacher{"speed": 1}', "speed"),
-        ("explorer", "exploring:Teacher{1}", "not a JSON object"),
-        ("explorer", "exploring:Teacher,exploring:Watcher", "one MODULE:CLASS"),
-        ("encoder", "exploring:Nothing", "has no attribute 'Nothing'"),
-    ],
-)
-def test_a_wrong_name_is_named(tmp_path, flag, value, message):
-    process = runs.start_words(
-        runs.command(tmp_path, "run", **{**runs.SMALL, flag: value})
-    )
-    output = runs.finish(process)
-    assert process.returncode in (1, 2)
-    assert message in output
-    assert f"--{flag}" in output
-    assert not (tmp_path / "run" / "model.tar").exists()
 
 
 @pytest.mark.parametrize("flag", ["explorer", "encoder", "loss"])

@@ -1,9 +1,7 @@
 """RIDE, NovelD, E3B and AMIGo of examples/exploration."""
 
 import collections
-import itertools
 import math
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from nets import make_net
-from test_evaluate import make_flags, make_weights
 
 from examples.exploration.amigo import AMIGo
 from examples.exploration.common import Deviation
@@ -22,9 +19,6 @@ from examples.exploration.staggered import Staggered
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.values import InvalidEnvironmentError
-from torchbeast.extras.explorer.method import Explorer
-from torchbeast.play import evaluate
 
 T, B = 11, 3
 SPACE = spaces.MultiDiscrete([3, 2])
@@ -169,39 +163,6 @@ def test_e3b_keeps_the_inverse_of_its_episode():
     assert not found.reward.requires_grad
 
 
-def test_e3b_of_long_embeddings():
-    """In float32, the inverse would lose its small eigenvalues: bonuses below 0."""
-    torch.manual_seed(0)
-    space = spaces.Box(-math.inf, math.inf, (6,))
-    actor = E3B(space, make_distribution(ACTIONS)).actor
-    rows = make_rows(steps=300)
-    rows["observation"] = torch.randn(301, B, 6) * 3000
-    rows["done"][1:] = False
-    bonus = numbers(act(actor, rows)["elliptical_bonus"])
-    embedded = numbers(actor.embed(rows["observation"]))
-    lengths = np.linalg.norm(embedded, axis=-1, keepdims=True)
-    assert lengths.mean() > 10 * actor.longest
-    embedded *= np.minimum(1, actor.longest / lengths)
-    for t, b in itertools.product((0, 1, 50, 299), range(B)):
-        matrix = 0.1 * np.eye(32) + embedded[:t, b].T @ embedded[:t, b]
-        x = embedded[t, b]
-        assert bonus[t, b] == pytest.approx(x @ np.linalg.solve(matrix, x), rel=0.02)
-
-
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"amigo"}))
-def test_categories_that_do_not_begin_with_0(name):
-    starts = spaces.Discrete(3, start=5), spaces.MultiDiscrete([2, 3], start=[4, 1])
-    space = spaces.Tuple((*starts, spaces.Box(0, 1, (), np.uint16)))
-    method = METHODS[name](space, make_distribution(ACTIONS))
-    rows = make_rows()
-    shape = T + 1, B
-    categories = torch.randint(5, 8, shape), torch.randint(1, 3, (*shape, 2)) + 3
-    rows["observation"] = (*categories, torch.ones(shape, dtype=torch.int32))
-    rows["observation"][1][..., 1] -= 3
-    found = method.explore(act(method.actor, rows), make_valid())
-    assert found.reward.isfinite().all()
-
-
 def test_the_deviation_is_that_of_all_values_that_count():
     random = np.random.default_rng(0)
     deviation, seen = Deviation(), []
@@ -281,11 +242,6 @@ def test_amigo_keeps_a_goal_until_its_cell_changes():
     assert len(amigo.waiting["steps"]) == 0
 
 
-def test_amigo_says_which_wrapper_it_needs():
-    with pytest.raises(InvalidEnvironmentError, match="FullyObsWrapper"):
-        AMIGo(SPACE, make_distribution(ACTIONS))
-
-
 @pytest.mark.parametrize("name", ["noveld", "e3b"])
 def test_the_deviation_has_no_value_that_a_replay_shows_again(name):
     torch.manual_seed(0)
@@ -306,78 +262,6 @@ def test_amigo_rewards_no_goal_across_an_end_in_a_replay():
     assert amigo.explore(rows, valid).reward.count_nonzero() == 1
     rows["done"] = rows["goal_reached"] | rows["done"]
     assert not amigo.explore(rows, valid).reward.any()
-
-
-@pytest.mark.parametrize("method", ["act", "features"])
-def test_amigo_takes_a_map_of_bytes_for_a_grid_of_one_channel(method):
-    """NetHack's chars. What stands beside it in the observation makes no difference."""
-    beside = spaces.Box(-9, 9, (4, 6), np.int16)
-    flat = spaces.Dict(a=beside, chars=spaces.Box(0, 255, (4, 6), np.uint8))
-    deep = spaces.Dict(a=beside, chars=spaces.Box(0, 255, (4, 6, 1), np.uint8))
-    found = []
-    chars = torch.randint(256, (7, 2, 4, 6), dtype=torch.uint8)
-    for space, x in (flat, chars), (deep, chars.unsqueeze(-1)):
-        torch.manual_seed(0)
-        actor = AMIGo(space, make_distribution(ACTIONS)).actor
-        rows = {"done": torch.zeros(7, 2, dtype=torch.bool)}
-        rows["observation"] = {"a": torch.ones(7, 2, 4, 6).short(), "chars": x}
-        rows = act(actor, rows)
-        found.append(rows["goal_grid"] if method == "act" else actor.features(rows))
-    assert torch.equal(*found)
-    assert found[0].shape == ((7, 2, 4, 6, 1) if method == "act" else (14, 256))
-
-
-def test_amigo_draws_as_its_teacher_says():
-    torch.manual_seed(0)
-    actor = AMIGo(GRID, make_distribution(ACTIONS)).actor
-    logits = torch.linspace(0, 3, CELLS)
-    actor.teacher.forward = lambda grid: (logits.expand(len(grid), -1), None)
-    # All goals end at once, and the agent wanders.
-    random = np.random.default_rng(0)
-    rows = grid_rows(None, *random.integers(CELLS, size=20_000))
-    rows["done"][:] = True
-    rows = {name: x.view(10, 2_000, *x.shape[2:]) for name, x in rows.items()}
-    goals = act(actor, rows)["goal"][5:]  # before, many have seen the same
-    n = goals.numel()
-    share = torch.bincount(goals.flatten(), minlength=CELLS) / n
-    expected = logits.softmax(-1)
-    error = (expected * (1 - expected) / n).sqrt()
-    assert ((share - expected).abs() < 4 * error).all()
-    # One draw says nothing about the next.
-    same = (goals[1:] == goals[:-1]).float().mean()
-    assert float(same) == pytest.approx(float(expected.square().sum()), abs=0.02)
-
-
-def teach(amigo, updates):
-    """Goals in cell 7 take 9 steps, in others 2; returns how likely cell 7 is."""
-    random = np.random.default_rng(0)
-    grid = grid_rows(None, 0)["observation"][0]
-    optimizer = amigo.make_optimizer()
-    for _ in range(updates):
-        with torch.no_grad():
-            chances = amigo.actor.teacher(grid)[0].softmax(-1)[0].numpy()
-        goal = torch.from_numpy(random.choice(CELLS, 32, p=chances / chances.sum()))
-        amigo.waiting = {
-            "grid": grid.expand(32, -1, -1, -1),
-            "goal": goal,
-            "steps": torch.where(goal == 7, 8, 1),
-            "reached": torch.ones(32, dtype=torch.bool),
-            "won": torch.zeros(32, dtype=torch.bool),
-        }
-        loss = amigo.teach()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(amigo.actor.teacher.parameters(), 40.0)
-        optimizer.step()
-    return amigo.actor.teacher(grid)[0].softmax(-1)[0, 7].item()
-
-
-@pytest.mark.timeout(60)
-def test_amigos_teacher_proposes_what_is_far():
-    torch.manual_seed(0)
-    amigo = AMIGo(GRID, make_distribution(ACTIONS), least_steps=9, good=2)
-    before = teach(amigo, updates=1)
-    assert teach(amigo, updates=150) > 0.5 > 5 * before
 
 
 def test_amigos_threshold_rises_after_ten_good_batches():
@@ -430,70 +314,12 @@ def test_padding_has_no_reward_and_no_loss(name):
         assert len(method.waiting["goal"]) == int(whole.columns["goals"])
 
 
-@pytest.mark.filterwarnings("ignore")  # of Gymnasium, about an older version
-def test_the_planes_of_minigrid():
-    pytest.importorskip("minigrid")
-    from examples.exploration.grids import planes
-
-    env = planes(gymnasium.make("minigrid:MiniGrid-KeyCorridorS3R3-v0"))
-    observation, _ = env.reset(seed=1)
-    assert observation in env.observation_space
-    assert (env.observation_space.high == 1).all()
-    # An object, a colour and a state per cell.
-    assert (observation.sum(-1) == 3).all()
-
-
-RING = 7
-
-
-def ring_rows(seed):
-    """Rows [T + 1, B] of a walk around a ring: by -1, by 1, or none."""
-    random = np.random.default_rng(seed)
-    action = random.integers(3, size=(T + 1, B))
-    start = random.integers(RING, size=B)
-    place = (start + np.cumsum(np.array([-1, 1, 0])[action], 0)) % RING
-    place = np.concatenate([start[None], place[:-1]]).astype(np.int64)
-    done = np.zeros((T + 1, B), bool)
-    done[0] = True
-    return {
-        "observation": torch.from_numpy(place),
-        "done": torch.from_numpy(done),
-        "reward": torch.zeros(T + 1, B),
-        "action": torch.from_numpy(action),
-    }
-
-
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
-def test_what_is_learned_goes_down(name):
-    """Also with steps across episodes, which say nothing, and are not counted."""
-    torch.manual_seed(0)
-    space, distribution = spaces.Discrete(RING), make_distribution(spaces.Discrete(3))
-    actor = METHODS[name](space, distribution).actor
-    flags = SimpleNamespace(explorer=NAMES[name], grad_norm_clipping=40.0)
-    about = {"observation_space": space, "distribution": distribution}
-    model = SimpleNamespace(**about, explorer=actor)
-    explorer = Explorer(flags, model, torch.device("cpu"))
-    losses, before = [], [x.clone() for x in actor.parameters()]
-    for i in range(400):
-        rows = ring_rows(i)
-        rows["done"][4] = True
-        rows["observation"][4:] = (rows["observation"][4:] + 3) % RING
-        losses.append(explorer.explore(act(actor, rows))[1]()["explorer_loss"])
-    assert np.mean(losses[-20:]) < 0.25 * np.mean(losses[:20])
-    # The φ that acts is the one that learns.
-    pairs = zip(before, actor.parameters(), strict=True)
-    assert any(not torch.equal(x, y) for x, y in pairs) == (name == "e3b")
-
-
 @pytest.mark.parametrize("use_lstm", [False, True])
-@pytest.mark.parametrize("name", METHODS)
-def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
+def test_normalized_rewards_have_a_sum_beside_the_methods_state(use_lstm):
     """--normalize_rewards: the sum of an episode goes on in the next batch."""
     torch.manual_seed(0)
-    space = GRID if name == "amigo" else SPACE
-    about = {"use_lstm": use_lstm, "core_size": 7, "explorer": NAMES[name]}
-    net = make_net(space, ACTIONS, normalize_rewards=True, discounting=0.9, **about)
+    about = {"use_lstm": use_lstm, "core_size": 7, "explorer": NAMES["ride"]}
+    net = make_net(SPACE, ACTIONS, normalize_rewards=True, discounting=0.9, **about)
     state = net.initial_state(B)
     before = torch.tensor([5.0, -70.0, 300.0])
     (place,) = [i for i, x in enumerate(state) if x.shape == (1, B, 1)]
@@ -501,8 +327,6 @@ def test_normalized_rewards_have_a_sum_beside_the_methods_state(name, use_lstm):
     rows = {**make_rows(), "reward": torch.randn(T + 1, B)}
     rows["done"][0] = False
     rows["last_action"] = torch.zeros(T + 1, B, dtype=torch.int64)
-    if name == "amigo":
-        rows["observation"] = torch.zeros(T + 1, B, *GRID.shape, dtype=torch.uint8)
     net.update_moments(rows, state)
     sums, last = [], before.numpy()
     for reward, done in zip(numbers(rows["reward"]), rows["done"].numpy(), strict=True):
@@ -536,13 +360,6 @@ def test_staggered_environments_differ_in_their_first_episode_alone():
         assert lengths[1:] == [30, 30]
     assert set(firsts) <= set(range(1, limit + 1))
     assert len(set(firsts)) > 5
-
-
-def test_test_games_of_staggered_environments_are_whole():
-    wrapper = 'examples.exploration.staggered:Staggered{"limit": 20}'
-    flags = make_flags("--env", "MountainCar-v0", "--wrapper", wrapper)
-    games = list(evaluate.play(flags, make_weights(flags), range(10)))
-    assert [game.length for game in games] == [200] * 10
 
 
 def test_values_that_are_not_finite_do_not_stay():

@@ -143,24 +143,6 @@ def test_each_learner_has_a_replay(tmp_path):
     assert int(rows[-1]["replayed_steps"]) > 0
 
 
-def test_learners_share_servers(tmp_path):
-    """Also without turns: each takes its part, and all play other games."""
-    place = {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/p"}
-    own = {"env": "CartPole-v1", "envs_per_actor": 3, **place}
-    words = runs.command(tmp_path, "none", "torchbeast.polybeast_env", **own)
-    words = words[:3] + words[7:]  # it has no --savedir and no --xpid
-    servers = subprocess.Popen(words, env=runs.environment(), start_new_session=True)
-    try:
-        flags = {**runs.SMALL, **place, "num_actors": None, "batch_size": 3}
-        flags |= {"module": LEARNER}
-        output = runs.run_learners(2, tmp_path, "all", **flags)
-    finally:
-        os.killpg(servers.pid, signal.SIGKILL)
-    assert "Finished" in output, output
-    rows = runs.read_logs(tmp_path, "all")
-    assert int(rows[-1]["step"]) >= runs.SMALL["total_steps"]
-
-
 @pytest.mark.parametrize("who", [0, 1])
 @runs.needs_proc
 def test_one_that_is_killed_ends_all_and_nothing_is_lost(tmp_path, who):
@@ -212,12 +194,6 @@ def test_a_signal_to_one_ends_all_after_the_same_update(tmp_path):
     assert saved["stats"]["step"] == int(last["step"])
     (start,) = meta_of(tmp_path, "all")["starts"]
     assert start["exit_status"] == 128 + signal.SIGTERM
-
-
-def test_the_record_of_a_run_needs_one_learner(tmp_path):
-    output = runs.run_learners(2, tmp_path, "a", 1, **runs.SMALL, record=True)
-    assert "can't be used with torchrun" in output
-    assert not (tmp_path / "a").exists()
 
 
 def test_sync_resumes_with_another_number_of_learners(tmp_path):

@@ -5,12 +5,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from small_envs import env_flags
-from test_env_server import Env, T, Vector, play, serving
+from test_env_server import T, Vector, play, serving
 
 from libtorchbeast import probe
 from torchbeast.base.errors import FlagError
-from torchbeast.envs.environment import Environment
 from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast.remote_envs import make_env_spec
 from torchbeast.runs import flagset
@@ -105,40 +103,3 @@ def test_truncated_needs_the_final_observation(address):
         pytest.raises(RuntimeError, match="final_observation is None"),
     ):
         play(address, threes, batch=2)
-
-
-def test_gymnasium_vector_environments_are_refused_with_a_hint(address):
-    class VectorEnv(Env):
-        pass
-
-    with (
-        serving(VectorEnv, address),
-        pytest.raises(RuntimeError, match=r"torchbeast\.envs\.environment"),
-    ):
-        probe(address)
-
-
-def test_the_environment_module_of_torchbeast(address):
-    """Atari's Environment is such an object; GridWorld stands in for it here."""
-    flags = env_flags("environments:GridWorld", seed=1)
-    make = functools.partial(Environment, flags, 3)
-    with serving(make, address):
-        hello = probe(address)
-        env_outputs, action = play(
-            address, lambda _: torch.tensor([[1, 2, 3]]), batch=3
-        )
-    assert hello["num_envs"] == 3
-    assert hello["observation_space"]["spaces"]["map"]["shape"] == (8, 9, 2)
-    assert {"truncated", "game_return", "last_action"} <= set(hello["extra_fields"])
-    twin = make()
-    row = twin.initial()
-    for t in range(T + 1):
-        for key in ("map",):
-            np.testing.assert_array_equal(
-                env_outputs[0][key][t], row["observation"][key]
-            )
-        np.testing.assert_array_equal(env_outputs[1][t], row["reward"])
-        np.testing.assert_array_equal(
-            env_outputs[5]["last_action"][t], row["last_action"]
-        )
-        row = twin.step(action[t].numpy())

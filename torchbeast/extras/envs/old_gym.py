@@ -16,8 +16,8 @@ from torchbeast.envs.make_env import takes
 def adapt(env: Any, render_mode: str | None) -> Any:
     """The environment, in an adapter if it has the old Gym API."""
     both = [getattr(env, x, None) for x in ("observation_space", "action_space")]
-    has_spaces = all(isinstance(x, spaces.Space) for x in both)
-    is_gymnasium = isinstance(env, gymnasium.Env) and has_spaces
+    is_gymnasium = isinstance(env, gymnasium.Env)
+    is_gymnasium &= all(isinstance(x, spaces.Space) for x in both)
     # reset(return_info) is of gym 0.22 to 0.25.
     if is_gymnasium and _takes_seed(env.reset) and not takes(env.reset, "return_info"):
         return env
@@ -32,10 +32,7 @@ def _takes_seed(reset: Any) -> bool:
 
 
 def _kind(space: Any) -> str | None:
-    """The kind of a space, by the names of its classes; None if it is no space.
-
-    gym is not imported here, and Crafter has a BoxSpace of its own.
-    """
+    """The kind of a space, by the names of its classes: gym is not imported here."""
     kinds = {kind.__name__.removesuffix("Space") for kind in type(space).__mro__}
     known = "Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"
     return next((kind for kind in known if kind in kinds), None)
@@ -58,11 +55,7 @@ def to_gymnasium(space: Any) -> Any:
 
 
 class OldGymAdapter(gymnasium.Env):
-    """Adapts an environment of the old Gym API to Gymnasium's.
-
-    Accepts reset() with or without seed and info, seed(), step() with four or five
-    values, info["TimeLimit.truncated"], render(mode), and spaces of the gym package.
-    """
+    """Gymnasium's API for reset() with or without seed and info, and 4 or 5 values."""
 
     def __init__(self, env: Any, render_mode: str | None) -> None:
         self.env, self.render_mode = env, render_mode
@@ -73,18 +66,15 @@ class OldGymAdapter(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        seeds: dict[str, Any] = {}
+        arguments = {"seed": seed} if _takes_seed(self.env.reset) else {}
         if seed is not None and callable(getattr(self.env, "seed", None)):
             self.env.seed(seed)
-        elif _takes_seed(self.env.reset):
-            seeds = {"seed": seed}
-        result = self.env.reset(**seeds)
+            arguments = {}
+        result, space = self.env.reset(**arguments), self.observation_space
         self._show()
-        space = self.observation_space
         is_pair = isinstance(result, tuple) and len(result) == 2
-        if is_pair and isinstance(result[1], dict) and not space.contains(result):
-            return result
-        return result, {}
+        is_pair = is_pair and isinstance(result[1], dict) and not space.contains(result)
+        return result if is_pair else (result, {})
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if isinstance(self.action_space, spaces.Discrete):
@@ -98,15 +88,13 @@ class OldGymAdapter(gymnasium.Env):
         return observation, reward, bool(done) and not truncated, truncated, info
 
     def _show(self) -> None:
-        # As Gymnasium's environments do, and those of the newest gym by themselves.
         draws_itself = getattr(self.env, "render_mode", None) == "human"
         if self.render_mode == "human" and not draws_itself:
             self.render()
 
     def render(self) -> Any:
-        if takes(self.env.render, "mode"):
-            return self.env.render(mode=self.render_mode)
-        return self.env.render()
+        mode = {"mode": self.render_mode} if takes(self.env.render, "mode") else {}
+        return self.env.render(**mode)
 
     def close(self) -> None:
         if hasattr(self.env, "close"):

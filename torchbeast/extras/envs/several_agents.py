@@ -5,7 +5,6 @@ refused. docs/environments.md is the manual.
 """
 
 import argparse
-import contextlib
 import copy
 import functools
 import json
@@ -45,20 +44,11 @@ def vector_maker(
 
 
 def makes_parallel(name: str, function: Any) -> bool:
-    """Whether it makes a parallel environment, as far as can be seen without a call.
-
-    It is a class derived from ParallelEnv, or a function that is named parallel_env or
-    annotated to return such a class.
-    """
-    kind = function
-    if not isinstance(function, type):
-        kind = None
-        with contextlib.suppress(Exception):  # no annotations, or of unknown names
-            kind = typing.get_type_hints(function).get("return")
-    kinds = (kind, *typing.get_args(kind))  # of a union, all
-    bases = [getattr(typing.get_origin(x) or x, "__mro__", ()) for x in kinds]
-    is_named = name.endswith((":parallel_env", ".parallel_env"))
-    return is_named or any(x.__name__ == "ParallelEnv" for x in sum(bases, ()))
+    """Whether it is a subclass of ParallelEnv, or returns one by name or annotation."""
+    kind = getattr(function, "__annotations__", {}).get("return", function)
+    kind = typing.get_origin(kind) or kind
+    names = [getattr(x, "__name__", x) for x in getattr(kind, "__mro__", (kind,))]
+    return "ParallelEnv" in names or name.endswith((":parallel_env", ".parallel_env"))
 
 
 def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:
@@ -96,12 +86,7 @@ class ParallelGame:
         self.env = make_parallel(flags, render_mode)
         self.agents = list(getattr(self.env, "possible_agents", ()))
         if not self.agents or hasattr(self.env, "agent_iter"):
-            self._fail(
-                f"{self.env!r:.200} is no environment of PettingZoo's parallel API "
-                "with a list possible_agents"
-            )
-        if len(set(self.agents)) < len(self.agents):
-            self._fail(f"possible_agents has an agent twice: {self.agents}")
+            self._fail(f"{self.env!r:.99} is no ParallelEnv with possible_agents")
         self.space = space = self._common("observation_space")
         self.action_space = self._common("action_space")
         self.add_mask: Any = lambda observation, info: observation
@@ -122,15 +107,12 @@ class ParallelGame:
 
     def _common(self, kind: str) -> Any:
         """The observation_space or action_space of all agents."""
-        first, *others = (getattr(self.env, kind)(x) for x in self.agents)
-        for agent, other in zip(self.agents[1:], others, strict=True):
-            if other != first:
-                self._fail(
-                    f"the {kind} of {self.agents[0]!r} is {first}, and that of "
-                    f"{agent!r} is {other}. One policy plays all agents, so these must "
-                    "be equal: --wrapper takes wrappers that pad them, such as "
-                    "supersuit's pad_observations_v0 and pad_action_space_v0"
-                )
+        found = {x: getattr(self.env, kind)(x) for x in self.agents}
+        first = found[self.agents[0]]
+        if any(x != first for x in found.values()):
+            self._fail(
+                f"the {kind} must be one for all, or padded in a --wrapper: {found}"
+            )
         return first
 
     def set_seed(self, seed: int, index: int) -> None:
@@ -144,11 +126,7 @@ class ParallelGame:
         for i in agents:
             agent = self.agents[i]
             if any(agent not in x for x in values):
-                self._fail(
-                    f"reset() or step() returned no value for {agent!r} in at least "
-                    "one dict. An agent that is in the list `agents`, or has just "
-                    "acted, needs one in all, also if it leaves the list"
-                )
+                self._fail(f"no value for {agent!r}, who is in `agents` or has acted")
             info = infos.get(agent, {})
             observation, *numbers = (x[agent] for x in values)
             observation = read(self.space, observation)
@@ -158,12 +136,10 @@ class ParallelGame:
     def _rows(self, found: dict) -> list[Row]:
         N, filler = len(self.agents), next(iter(found.values()))[0]
         rows = []
-        for i in range(N):
+        for i, number in enumerate(np.eye(N, dtype=np.int8)):
             observation, *_, info = found.get(i, (filler, {}))
             if N > 1:
-                number = np.zeros(N, np.int8)
-                number[i] = i in found
-                observation = add_part(observation, AGENT, number)
+                observation = add_part(observation, AGENT, number * (i in found))
             rows.append(Row(observation, info))
         return rows
 
@@ -194,10 +170,8 @@ class ParallelGame:
         stay = {i for i in listed & old.keys() if not any(old[i][2:4])}
         begin = listed - old.keys()
         if (stay or begin) and (dead := listed - stay - begin):
-            self._fail(
-                f"step() ended the game of {self.agents[min(dead)]!r}, but the list "
-                "`agents` still has it. It may come back in a later step"
-            )
+            ended = self.agents[min(dead)]
+            self._fail(f"step() ended the game of {ended!r}, but `agents` still has it")
         new = {i: old[i] for i in stay} | self._read(begin, *result[::4])
         self.present, last = set(new), self._rows(old)
         if not new:
@@ -230,12 +204,7 @@ class ParallelGame:
 class ParallelGames:
     """G games of N agents as a vector environment of G x N, in SAME_STEP mode.
 
-    Args:
-      num_envs: G x N; None: N, one game.
-
-    Raises:
-      FlagError: num_envs is no multiple of N.
-      InvalidEnvironmentError: the games can't be used; the message says why.
+    Raises FlagError if num_envs is no multiple of N. None is N, one game.
     """
 
     def __init__(
@@ -245,11 +214,9 @@ class ParallelGames:
         N = len(game.agents)
         self.num_envs = num_envs or N
         if self.num_envs % N:
-            least = max(1, self.num_envs // N) * N
             raise FlagError(
-                f"--envs_per_actor {num_envs}: a game of --env {flags.env} has {N} "
-                "agents, and each counts as an environment. Give a multiple of "
-                f"{N}, such as {least} or {least + N}"
+                f"--envs_per_actor {num_envs} must be a multiple of {N}, the agents of "
+                f"a game of --env {flags.env}"
             )
         self.single_observation_space = game.observation_space
         self.single_action_space = game.action_space
@@ -260,11 +227,10 @@ class ParallelGames:
         """Observations [G * N, ...] and the EXTRA_FIELDS of infos, as arrays."""
         observations, infos = zip(*(row[:2] for row in rows), strict=True)
         out: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        fields = {
+        return concatenate(self.single_observation_space, observations, out), {
             name: np.array([x.get(name, np.zeros(y.shape)) for x in infos], y.dtype)
             for name, y in EXTRA_FIELDS.items()
         }
-        return concatenate(self.single_observation_space, observations, out), fields
 
     def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
         return self._join(row for game in self.envs for row in game.reset())
@@ -273,16 +239,13 @@ class ParallelGames:
         """As Gymnasium's SAME_STEP mode, with final_info["game_over"]."""
         parts = zip(self.envs, np.split(actions, len(self.envs)), strict=True)
         rows = [row for game, part in parts for row in game.step(part)]
+        *_, reward, terminated, truncated, game_over, last = zip(*rows, strict=True)
         observation, info = self._join(rows)
-        final_obs, final_info = self._join(row.last for row in rows)
-        final_info["game_over"] = np.array([row.game_over for row in rows])
-        return (
-            observation,
-            np.array([float(row.reward) for row in rows]),
-            np.array([row.terminated for row in rows]),
-            np.array([row.truncated for row in rows]),
-            {**info, "final_obs": final_obs, "final_info": final_info},
-        )
+        final_obs, final_info = self._join(last)
+        final_info["game_over"] = np.array(game_over)
+        info |= {"final_obs": final_obs, "final_info": final_info}
+        numbers = [float(x) for x in reward], terminated, truncated
+        return observation, *map(np.array, numbers), info
 
     def render(self) -> list[Any]:
         return [self.envs[0].env.render()]

@@ -28,29 +28,22 @@ ENVPOOL = "envpool:"
 def vector_maker(
     flags: argparse.Namespace, render_mode: str | None
 ) -> Callable[[int | None], Any] | None:
-    """How to make E environments in one object; None if --env is a single one.
-
-    Raises:
-      FlagError: a flag needs single environments.
-    """
-    name = flags.env
+    """How to make E environments in one object; None if --env is a single one."""
+    flag, name = f"--env {flags.env}", flags.env
     arguments = json.loads(flags.env_kwargs or "{}")
     make: Callable[[int, int], Any]
     if name.startswith(ENVPOOL):
         make = functools.partial(_envpool, name.removeprefix(ENVPOOL), arguments)
-    elif names_python(name) and takes(
-        function := find_object(f"--env {name}", name), "num_envs"
-    ):
+    elif names_python(name) and takes(function := find_object(flag, name), "num_envs"):
 
         def make(num_envs: int, seed: int) -> Any:
-            given = {"num_envs": num_envs, **arguments}
-            return function(**given)
+            return function(**{"num_envs": num_envs, **arguments})
     else:
         return None
     if flags.wrapper or flags.mask_actions or render_mode:
         raise FlagError(
-            f"--env {name} makes several environments at once, but --wrapper, "
-            "--mask_actions, --video and test_render need single ones: leave them out"
+            f"{flag} makes several environments at once; --wrapper, --mask_actions, "
+            "--video and test_render need single ones: leave them out"
         )
     return lambda num_envs: VectorGames(name, make, num_envs or 1)
 
@@ -71,12 +64,7 @@ class VectorGames:
     be reset alone, which drops the extra step: EnvPool, SyncVectorEnv, and
     AsyncVectorEnv with shared memory.
 
-    Args:
-      name: --env, for messages.
-      make: makes them, given their number and a seed. EnvPool needs the seed then.
-
-    Raises:
-      InvalidEnvironmentError: they can't be used; the message says why.
+    `make` makes them, given their number and a seed, which EnvPool needs then.
     """
 
     def __init__(
@@ -105,9 +93,7 @@ class VectorGames:
         if not self.is_envpool and mode not in allowed:
             self._fail(
                 f"the autoreset mode is {getattr(mode, 'value', mode)}. Make it with "
-                "autoreset_mode=AutoresetMode.DISABLED (an AsyncVectorEnv with shared "
-                "memory may keep NEXT_STEP) (gymnasium.make_vec: in vector_kwargs). "
-                "Your own class may have SAME_STEP or DISABLED"
+                "autoreset_mode=AutoresetMode.DISABLED (your class: or SAME_STEP)"
             )
         self.single_observation_space = self.env.single_observation_space
         self.single_action_space = self.env.single_action_space
@@ -123,30 +109,26 @@ class VectorGames:
 
     def reset(self, seed: Sequence[int]) -> tuple[Any, dict[str, Any]]:
         """Starts new games; one seed per environment."""
-        arguments: dict[str, Any] = {}
         if self.is_envpool:
             self.env.close()
             self.env = self._make(seed[0])
+            observation, info = self.env.reset()
         else:
-            arguments["seed"] = list(seed) if self.is_gymnasium else int(seed[0])
-        observation, info = self.env.reset(**arguments)
+            seeds = list(seed) if self.is_gymnasium else int(seed[0])
+            observation, info = self.env.reset(seed=seeds)
         return self._read(observation), info
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """As Gymnasium's SAME_STEP mode, with final_info["game_over"].
-
-        Raises:
-          InvalidEnvironmentError: it returns values of another shape.
-        """
+        """As Gymnasium's SAME_STEP mode, with final_info["game_over"]."""
         observation, *numbers, info = self.env.step(actions)
         observation = self._read(observation)
         # A reset may change the environments' own arrays.
         reward, terminated, truncated = map(np.array, numbers)
         if {x.shape for x in (reward, terminated, truncated)} != {(self.num_envs,)}:
+            found = ", ".join(map(describe, (reward, terminated, truncated)))
             self._fail(
-                f"step() returned {describe(reward)}, {describe(terminated)} and "
-                f"{describe(truncated)} as reward, terminated and truncated; each must "
-                f"have one value for each of {self.num_envs} environments"
+                f"step() returned {found} as reward, terminated and truncated, not one "
+                f"value for each of {self.num_envs} environments"
             )
         # Some return integers, and ~ of an integer is no negation.
         terminated, truncated = terminated != 0, truncated != 0
@@ -167,13 +149,11 @@ class VectorGames:
 
     def _read_last(self, last: Any, cut: np.ndarray, observation: Nested) -> Nested:
         """The last observations where cut [E]; the others are of `observation`."""
-        space, arrays = self.single_observation_space, map_nested(np.copy, observation)
+        arrays = map_nested(np.copy, observation)
         is_each = isinstance(last, np.ndarray) and last.dtype.hasobject
-        given = last if is_each else read(space, last, (self.num_envs,))
         for e in np.flatnonzero(cut):
-            one = map_nested(lambda x, e=e: x[e], given)
-            if is_each:
-                one = read(space, one)
+            one = last[e] if is_each else map_nested(lambda x, e=e: x[e], last)
+            one = read(self.single_observation_space, one)
             for to, value in zip(flatten(arrays), flatten(one), strict=True):
                 to[e] = value
         return arrays
@@ -184,10 +164,9 @@ class VectorGames:
         """Resets the environments where done; returns what all observe."""
         if self.is_envpool:  # returns these only
             new, new_info = self.env.reset(np.flatnonzero(done))
-            place = np.cumsum(done) - 1
-            new = map_nested(lambda x: x[place], new)
             names = EXTRA_FIELDS.keys() & new_info.keys()
-            new_info = {name: new_info[name][place] for name in names}
+            place, new_info = np.cumsum(done) - 1, {x: new_info[x] for x in names}
+            new, new_info = map_nested(lambda x: x[place], (new, new_info))
         else:
             new, new_info = self.env.reset(options={"reset_mask": done})
             new = self._read(new)
