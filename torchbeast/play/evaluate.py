@@ -5,7 +5,6 @@ from --seed and the number, so a game does not depend on the others, nor on how 
 processes play, unless its environment draws from global random generators.
 """
 
-import collections
 import contextlib
 import logging
 import os
@@ -15,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
 import torch
 
@@ -43,12 +41,9 @@ BATCH = 8
 
 
 class Game(NamedTuple):
-    """A finished game: its number from 0 on, return, and number of steps.
+    """A finished game. Of several agents: mean return, and steps of the last one."""
 
-    Of several agents: the mean of their returns, and the steps of the last.
-    """
-
-    number: int
+    number: int  # from 0 on
     game_return: float
     length: int
 
@@ -195,27 +190,24 @@ def play(
 ) -> Games:
     """Plays the games with these numbers; yields them as they end.
 
-    Games of another stream have other seeds. `steps` is increased; `stack` closes the
-    environments and the video, also after an error.
+    Games of another stream have other seeds. `steps` counts; `stack` closes all.
     """
     steps = torch.zeros((), dtype=torch.int64) if steps is None else steps
     stack = stack or contextlib.ExitStack()
     flags = flags.replace(seed=derive_seed(flags.seed, stream))
-    rows: dict[int, collections.deque[int]] = {}  # the games of each row of the batch
-    for number in numbers:
-        row = 0 if draws(flags) else number % BATCH
-        rows.setdefault(row, collections.deque()).append(number)
-    most = flags.envs_per_actor or 1
-    for i in range(0, len(rows), most):
-        part = dict(list(rows.items())[i : i + most])
-        yield from _play_rows(flags, weights, part, steps, stack)
-        stack.close()
+    most, batch = flags.envs_per_actor or 1, 1 if draws(flags) else BATCH
+    for i in range(0, batch, most):
+        rows = {j: [n for n in numbers if n % batch == j] for j in range(i, i + most)}
+        rows = {j: games for j, games in rows.items() if games}
+        if rows:
+            yield from _play_rows(flags, weights, rows, steps, stack)
+            stack.close()
 
 
 def _play_rows(
     flags: Flags,
     weights: Weights,
-    waiting: dict[int, collections.deque[int]],
+    waiting: dict[int, list[int]],
     steps: torch.Tensor,
     stack: contextlib.ExitStack,
 ) -> Games:
@@ -235,8 +227,7 @@ def _play_rows(
         stack.callback(lambda: video.close())  # first: environments may take long
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
-    spaces = first.observation_space, first.action_space
-    model = load_model(flags, *spaces, weights)
+    model = load_model(flags, first, weights)
     generators = [torch.Generator() for _ in range(BATCH)]
     playing: dict[int, int] = {}  # row: number of the game
     ended: dict[int, list[tuple[float, int]]] = {}  # of its agents so far
@@ -250,7 +241,7 @@ def _play_rows(
 
     def begin(i: int) -> dict[str, Any]:
         """Starts the next game of row i; returns its first environment row."""
-        playing[i], ended[i] = waiting[i].popleft(), []
+        playing[i], ended[i] = waiting[i].pop(0), []
         generators[i].manual_seed(derive_seed(flags.seed, playing[i]))
         envs[i].set_seed(flags.seed, playing[i])
         steps.add_(1)
@@ -280,17 +271,13 @@ def _play_rows(
                     rows[i] = begin(i)
 
 
-def load_model(
-    flags: Flags,
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    weights: Weights,
-) -> Net:
+def load_model(flags: Flags, env: Any, weights: Weights) -> Net:
     """A model with the weights of a checkpoint, ready to act on the CPU.
 
-    Raises CheckpointError: the weights don't fit.
+    `env` has the spaces. Raises CheckpointError: the weights don't fit.
     """
-    model = make_model(flags, observation_space, action_space, torch.device("cpu"))
+    spaces = env.observation_space, env.action_space
+    model = make_model(flags, *spaces, torch.device("cpu"))
     checkpoint.check_fit(weights, model)
     model.load_state_dict(weights)
     return prepare_to_act(model)

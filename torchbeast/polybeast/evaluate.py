@@ -119,8 +119,7 @@ def play_on_servers(
         if envs.listener:
             envs.listener.settle(spec.hello)
         cpu = torch.device("cpu")
-        spaces = spec.observation_space, spec.action_space
-        model = load_model(flags, *spaces, model_state)
+        model = load_model(flags, spec, model_state)
         new_env = torch.zeros(1, 1, 1, dtype=torch.int64)
         streams = StreamGroup(
             flags,
@@ -157,9 +156,7 @@ def fits(
 
     It raises CheckpointError if the weights do not fit a model for the environments.
     """
-    return lambda env: load_model(
-        flags, env.observation_space, env.action_space, model_state
-    )
+    return lambda spec: load_model(flags, spec, model_state)
 
 
 def _answer(

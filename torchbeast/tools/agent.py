@@ -217,7 +217,6 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
             setattr(flags, name, value)
     flags.freeze()
     with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
-        spaces = env.observation_space, env.action_space
-    model = load_model(flags, *spaces, saved["model_state_dict"])
+        model = load_model(flags, env, saved["model_state_dict"])
     actions = plain_space(env.envs.single_action_space)
     return Agent(flags, model, env.observation_space, actions)
