@@ -8,7 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec, find_env_spec
 from torchbeast.procs import children
-
-if TYPE_CHECKING:
-    from torchbeast.envs.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +130,7 @@ def run_actor(
             pipe.send(("done", i, slots, actor.timings.shares()))
 
 
-def make_envs(flags: Flags, index: int) -> "Environment":
+def make_envs(flags: Flags, index: int) -> Any:
     """The environments of actor number `index`, and its process's global generators."""
     from torchbeast.envs.environment import Environment  # the learner runs none
 

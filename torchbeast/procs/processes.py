@@ -36,6 +36,10 @@ def handled_signals() -> list[signal.Signals]:
     return [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
 
 
+def _exit(number: int, frame: Any) -> None:
+    os._exit(128 + number)  # not an exception, which somebody might catch or print
+
+
 def exit_on_stop_signals() -> None:
     """Makes stop signals end the process at once; for the imports of a script.
 
@@ -45,8 +49,7 @@ def exit_on_stop_signals() -> None:
     for name in PINNING:
         os.environ.pop(name, None)
     for number in handled_signals():
-        # Not an exception: an imported module might catch or print it.
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        signal.signal(number, _exit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -66,7 +69,8 @@ def raise_on_stop_signals() -> Iterator[None]:
     """A stop signal raises KeyboardInterrupt(number); a later one ends the process."""
 
     def handler(number: int, frame: Any) -> None:
-        exit_on_stop_signals()
+        for later in handled_signals():
+            signal.signal(later, _exit)
         raise KeyboardInterrupt(number)
 
     with handling(handler):
