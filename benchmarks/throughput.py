@@ -49,7 +49,7 @@ from cpu_time import machine_busy, process_tree
 
 from torchbeast import monobeast
 from torchbeast.base import devices
-from torchbeast.base.hardware import cpu_model, gpus, keep_freed_memory
+from torchbeast.base.hardware import hardware, keep_freed_memory
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import prepare_to_act
 from torchbeast.core.buffers import create_buffers
@@ -332,10 +332,11 @@ def describe_machine() -> dict[str, Any]:
         text=True,
         check=False,
     )
+    found = hardware()
     return {
-        "cpu": cpu_model(),
+        "cpu": found["cpu"],
         "cores": len(os.sched_getaffinity(0)),
-        "gpu": gpus() or None,
+        "gpu": found["gpus"] or None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": git.stdout.strip() or "unknown",

@@ -291,7 +291,7 @@ def test_wrong_actions():
         envs.step(np.zeros(2, np.float32))
     with pytest.raises(ValueError, match=r"must be int64 \[2\] .* int64 \[3\]"):
         envs.step(np.zeros(3, np.int64))
-    with pytest.raises(ValueError, match=r"0 to 3 - 1, got \[0, 3\]"):
+    with pytest.raises(ValueError, match=r"\[0, 3\] are not in 0 to Discrete\(3"):
         envs.step(np.array([0, 3]))
 
 
@@ -449,7 +449,7 @@ def test_resume_refuses():
     flags = env_flags("CartPole-v1", sync=True)
     envs = Environment(flags, 2)
     envs.initial()
-    with pytest.raises(ValueError, match="2 x CartPole-v1, but this run has 3 x"):
+    with pytest.raises(ValueError, match="saved state is of 2 x CartPole-v1"):
         Environment(flags, 3).load_state_dict(envs.state_dict())
 
 

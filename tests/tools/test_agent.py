@@ -257,8 +257,8 @@ NAN = np.array([0.1, np.nan, 0])
     [
         ({"observation": NAN}, "Short: the logits are NaN.*observation is nan"),
         ({"observation": np.zeros((2, 3)), "reward": [0, np.nan]}, "reward is nan"),
-        ({"observation": np.zeros(4)}, r"float64 \[4\] as observation, but.*batch"),
-        ({"observation": [0, None, 0]}, "list of 3 values as observation"),
+        ({"observation": np.zeros(4)}, r"float64 \[4\] as .*batch"),
+        ({"observation": [0, None, 0]}, r"None, 0\] of type list"),
         ({"observation": np.zeros((0, 3))}, "batch"),
         ({"observation": np.zeros(3), "reward": [0, 0]}, r"reward is .*\[2\]"),
         (
@@ -313,7 +313,7 @@ def test_values_that_training_refuses(tmp_path, monkeypatch):
     observation = agent.observation_space.sample()
     agent.act(observation, fields={"lives": 3})
     for lives in (300, 0.7, None):
-        with pytest.raises(ValueError, match=f"'lives' as uint8.*holds {lives}"):
+        with pytest.raises(ValueError, match=f"'lives' as .*uint8.*holds {lives}"):
             agent.act(observation, fields={"lives": lives})
     observation["pair"] = (4, observation["pair"][1])  # of Discrete(4)
     with pytest.raises(RuntimeError, match="Class values"):

@@ -36,26 +36,20 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
 
     given = getattr(flags, name, None)
     kind, gpus = hardware.accelerators()
-    if flags.disable_cuda:
+    if flags.disable_cuda or (kind == "mps" and not given):  # slower for small networks
         gpus = 0
-    usual = gpus if kind != "mps" else 0  # slower than the CPU for small networks
-    if not given:
-        if name == "actor_device" and (usual < 2 or flags.learner_device):
-            return learner_device(flags)
-        if (own := ranks.local_gpu(usual)) is not None:
-            return torch.device(kind, own)
-        return torch.device(kind, gpu) if usual else torch.device("cpu")
+    if not given and name == "actor_device" and (gpus < 2 or flags.learner_device):
+        return learner_device(flags)
+    own = ranks.local_gpu(gpus) if given in (None, "", kind) else None
+    if own is not None:
+        return torch.device(kind, own)
     try:
-        device = torch.device(given)
+        device = torch.device(given or (f"{kind}:{gpu}" if gpus else "cpu"))
     except RuntimeError as error:
         raise FlagError(f"--{name} {given}: {error}") from error
-    if device.type not in (kind, "cpu"):
-        raise FlagError(f"--{name} must be cpu, {kind} or {kind}:N, got {given}")
-    if device == torch.device(kind) and (own := ranks.local_gpu(gpus)) is not None:
-        return torch.device(kind, own)
-    if device.type == kind and (device.index or 0) >= gpus:
+    if device.type != "cpu" and (device.type != kind or (device.index or 0) >= gpus):
         raise FlagError(
-            f"--{name} {given}: there are {gpus} GPUs"
+            f"--{name} {given}: there are {gpus} GPUs of kind {kind}"
             + (" with --disable_cuda" if flags.disable_cuda else "")
         )
     return device
@@ -89,21 +83,14 @@ def check_compiler(mode: str, device: torch.device) -> None:
     import torch
 
     if mode != "default" and device.type == "cuda" and torch.__version__ < "2.13":
-        raise FlagError(
-            f"--compile {mode} makes CUDA graphs in threads, which PyTorch can from "
-            f"2.13 on; this is {torch.__version__}. Install a newer one, or use "
-            "--compile default"
-        )
+        raise FlagError(f"--compile {mode} needs PyTorch 2.13; use --compile default")
 
 
 def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Begins to copy the tensors of a row to the CPU's memory, all at once.
+    """Begins to copy the tensors of a row to the CPU. The result waits, returns it.
 
-    Args:
-      row: tensors of one device, and others. Numbers must fit float64 (MPS: float32).
-
-    Returns:
-      A function that waits for the copy, and returns the row with tensors of the CPU.
+    The row has tensors of one device, and others. Numbers must fit float64 (MPS:
+    float32).
     """
     import torch
 
@@ -116,16 +103,13 @@ def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     flat = flat.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.Event(device)
     arrived.record(torch.accelerator.current_stream(device))
-    kinds = {k: (x.dtype, x.shape) for k, x in tensors.items()}
+    like = {k: torch.empty_like(x, device="meta") for k, x in tensors.items()}
 
     def wait() -> dict[str, Any]:
         arrived.synchronize()
-        parts = flat.split([shape.numel() for _, shape in kinds.values()])
-        found = {
-            name: part.to(dtype).view(shape)
-            for (name, (dtype, shape)), part in zip(kinds.items(), parts, strict=True)
-        }
-        return {**row, **found}
+        parts = flat.split([x.numel() for x in like.values()])
+        pairs = zip(like.items(), parts, strict=True)
+        return {**row, **{k: x.to(y.dtype).view(y.shape) for (k, y), x in pairs}}
 
     return wait
 

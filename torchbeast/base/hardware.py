@@ -54,22 +54,16 @@ def _text(file: pathlib.Path) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPUs that this process may use, memory, and GPUs if it has loaded torch."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    names = {"cpu": cpu_model(), "cpus": num_cpus(), "gpus": gpus()}
-    return {**names, "memory_gib": round(memory / 2**30, 1)}
-
-
-def cpu_model() -> str:
-    """Such as "Intel(R) Xeon(R) Processor"."""
-    found = re.search(r"model name\s*: (.+)", _text(ROOT / "proc/cpuinfo"))
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def gpus() -> list[str]:
-    """The names of CUDA's GPUs, if torch is loaded."""
+    """CPUs and memory that this process may use; CUDA's GPUs if it has loaded torch."""
+    model = re.search(r"model name\s*: (.+)", _text(ROOT / "proc/cpuinfo"))
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    return [cuda.get_device_name(i) for i in range(cuda.device_count())] if cuda else []
+    count = cuda.device_count() if cuda else 0
+    return {
+        "cpu": model[1] if model else platform.machine(),
+        "cpus": num_cpus(),
+        "gpus": [cuda.get_device_name(i) for i in range(count)],
+        "memory_gib": round(memory_limit() / 2**30, 1),
+    }
 
 
 def accelerators() -> tuple[str, int]:
@@ -84,8 +78,7 @@ def accelerators() -> tuple[str, int]:
 def keep_freed_memory(device: Any) -> None:
     """Makes glibc keep large freed blocks for the next update or message.
 
-    By default glibc returns them to the kernel, which then has to clear and map each
-    page again. That takes a tenth of the CPU time of a learner on the CPU.
+    Otherwise the kernel clears and maps each page again, a tenth of the CPU time.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library

@@ -26,6 +26,8 @@ FRAME_SIZE = 84  # height and width in pixels
 STACKED_FRAMES = 4
 STACK_SHAPE = (STACKED_FRAMES, FRAME_SIZE, FRAME_SIZE)  # of an observation
 
+Reset = tuple[Any, dict[str, Any]]  # observation, info
+
 # Two-player games. Loading one of them ends the process.
 _TWO_PLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
 
@@ -36,10 +38,8 @@ def atari_game(env_id: str) -> str | None:
     All suffixes name the same game: the flags determine the preprocessing. A bare name
     is of Atari with v0 and v4 only: Blackjack-v1 is a card game of Gymnasium.
     """
-    match = re.fullmatch(
-        r"(ALE/)?([A-Za-z0-9]+?)(NoFrameskip|Deterministic)?-v(\d+)", env_id
-    )
-    if not match:
+    ids = r"(ALE/)?([A-Za-z0-9]+?)(NoFrameskip|Deterministic)?-v(\d+)"
+    if not (match := re.fullmatch(ids, env_id)):
         return None
     namespace, game, suffix, version = match.groups()
     if not namespace and not suffix and version not in ("0", "4"):
@@ -49,10 +49,7 @@ def atari_game(env_id: str) -> str | None:
 
 
 class SeededAtari(AtariEnv):
-    """Passes the seed of reset() to the emulator unchanged, as the native path does.
-
-    It determines when sticky actions repeat.
-    """
+    """Passes the seed of sticky actions on unchanged, as the native path does."""
 
     def seed_game(self, seed: int | None = None) -> tuple[int, int]:
         if seed is None:
@@ -62,10 +59,9 @@ class SeededAtari(AtariEnv):
 
 
 class StartOfGame(gymnasium.Wrapper):
-    """Starts a game with 0 to `noop_max` random no-ops.
+    """Starts a game with 0 to `noop_max` random no-ops, 1 or more if there is FIRE.
 
-    If the game has a FIRE button, the first of these frames presses it. Then there are
-    1 to `noop_max` frames.
+    The first of them then presses it.
     """
 
     def __init__(self, env: gymnasium.Env, noop_max: int):
@@ -77,19 +73,17 @@ class StartOfGame(gymnasium.Wrapper):
         # The only class of NumPy with the numbers of the native path's std::mt19937.
         self.rng = np.random.RandomState()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, **more: Any) -> Reset:
         if seed is not None:
             self.rng.seed(seed)
-        observation, info = self.env.reset(seed=seed, options=options)
+        observation, info = self.env.reset(seed=seed, **more)
         # Maps 32 random bits to 0..noop_max, as libstdc++ does.
         bits = int(self.rng.randint(2**32, dtype=np.uint32))
         frames = bits * (self.noop_max + 1) >> 32
         for action in self.fire + [self.noop] * (frames - len(self.fire)):
             observation, _, terminated, _, info = self.env.step(action)
             if terminated:
-                observation, info = self.env.reset(options=options)
+                observation, info = self.env.reset(**more)
         return observation, info
 
 
@@ -104,7 +98,7 @@ class SkipFrames(gymnasium.Wrapper):
         super().__init__(env)
         self.frame_skip, self.max_frames = frame_skip, max_frames
 
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **arguments: Any) -> Reset:
         self.frames = 0
         return self.env.reset(**arguments)
 
@@ -123,20 +117,17 @@ class SkipFrames(gymnasium.Wrapper):
 
 
 class LifeLoss(gymnasium.Wrapper):
-    """Ends the episode, but not the game, if a life is lost.
+    """Ends the episode, but not the game, if a life is lost: info[GAME_OVER] is False.
 
-    In the step that ends an episode, info[GAME_OVER] is False after a lost life. Then
-    reset() continues the game and returns the last observation again. A reset() with a
-    seed, or in the middle of an episode, starts a new game.
+    Then reset() returns the last observation again. A reset() with a seed, or in the
+    middle of an episode, starts a new game.
     """
 
     life_lost = False
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, **more: Any) -> Reset:
         if not self.life_lost or seed is not None:
-            self.last = self.env.reset(seed=seed, options=options)
+            self.last = self.env.reset(seed=seed, **more)
         self.life_lost = False
         return self.last
 
@@ -191,17 +182,13 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
         self.game_start[new] = _game_start(info)[new]
         self.first_frame[new] = info["episode_frame_number"][new]
 
-    def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, **more: Any) -> Reset:
         seeds: Any = None if seed is None else np.asarray(seed)
-        observation, info = self.env.reset(seed=seeds, options=options)
+        observation, info = self.env.reset(seed=seeds, **more)
         self._note_new_games(info, slice(None))
         return observation, info
 
-    def step(
-        self, actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    def step(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, reward, terminated, _, info = self.env.step(actions)
         # If a game is over, ale-py has already started the next one. Only the number of
         # frames before the game shows this.
@@ -222,7 +209,7 @@ class NativeAtari(gymnasium.vector.VectorWrapper):
 
 
 def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
-    """Emulator frames before the current game, [E]; different for each game."""
+    """Emulator frames before the current game, [E]."""
     return info["frame_number"] - info["episode_frame_number"]
 
 

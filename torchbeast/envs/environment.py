@@ -7,6 +7,7 @@ docs/environments.md is the manual.
 import argparse
 import contextlib
 import contextvars
+import functools
 import logging
 import math
 import secrets
@@ -27,6 +28,7 @@ from torchbeast.envs.values import (
     InvalidEnvironmentError,
     agent_is_present,
     mask_space,
+    num_options,
     plain_space,
     policy_space,
 )
@@ -94,12 +96,11 @@ class Environment:
     An environment is reset in the step that ends its episode. In the row of `initial()`
     done is true; only the observation and its fields are set, all else is zero.
 
-    After a step that truncated episodes, `final_observation` holds the real last
-    observations, nested [E, ...], valid for the truncated environments. Otherwise it is
-    None.
+    `final_observation` holds the real last observations, nested [E, ...], after a step
+    that truncated episodes, valid for these; else None.
 
-    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete, and MultiBinary of K
-    bits, whose action_space is a MultiDiscrete here) or float32 [E, *shape] (Box).
+    Actions are int64 [E] (Discrete), int64 [E, K] (MultiDiscrete; MultiBinary, whose
+    action_space here is a MultiDiscrete of K bits) or float32 [E, *shape] (Box).
     Integers count from 0 for any `start` of the space. Floats are clipped to bounds.
     """
 
@@ -113,13 +114,8 @@ class Environment:
     ):
         """Makes the environments first_index to first_index + num_envs - 1 of the run.
 
-        Args:
-          num_envs: None: one, or as many as a game has agents.
-          render_mode: of Gymnasium; the Python wrappers then draw Atari.
-          around: surrounds all calls of environments; can be entered again and again.
-
-        Raises:
-          FlagError, InvalidEnvironmentError: see `create_env`.
+        Without num_envs it makes one, or as many as a game has agents. `around`
+        surrounds all calls of environments. Raises what `create_env` raises.
         """
         if taken := EXTRA_FIELDS.keys() & {"observation", "last_action", *FIELDS}:
             raise InvalidEnvironmentError(f"EXTRA_FIELDS declares {', '.join(taken)}")
@@ -133,13 +129,11 @@ class Environment:
         make = atari.make_atari_vec if is_native else make_games
         self.envs: Any = self._call(make, flags, num_envs, render_mode)
         self.num_envs: int = self.envs.num_envs
-        # Those that can be replayed. A game of several agents is several environments.
-        self.games: list[Any] = getattr(self.envs, "envs", [])
+        self.games: list[Any] = getattr(self.envs, "envs", [])  # can be replayed
         self.exact_resume = bool(self.games)
         self.observation_space = plain_space(self.envs.single_observation_space)
         self.action_space = policy_space(self.envs.single_action_space)
         self.final_observation: Any = None
-        self._row: dict[str, Any] = {}
         self.set_seed(flags.seed, first_index)
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -152,10 +146,8 @@ class Environment:
         self.seed = seed
         self.indices = range(first_index, first_index + self.num_envs)
         self._initial_calls = 0
-        if self.games:
-            each = self.num_envs // len(self.games)  # agents per game, or 1
-            for game, index in zip(self.games, self.indices[::each], strict=True):
-                game.set_seed(seed, index)
+        for i, game in enumerate(self.games):  # a game has one agent or several
+            game.set_seed(seed, first_index + i * self.num_envs // len(self.games))
 
     @np.errstate(all="ignore")  # or warnings, which environments may make errors
     def initial(self) -> dict[str, Any]:
@@ -216,10 +208,8 @@ class Environment:
     def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
         if not isinstance(final, np.ndarray) or final.dtype != object:
             return final  # [E, ...] already
-        filler = final[truncated.argmax()]
-        return self._stack(
-            [x if y else filler for x, y in zip(final, truncated, strict=True)]
-        )
+        pairs = zip(final, truncated, strict=True)
+        return self._stack([x if y else final[truncated.argmax()] for x, y in pairs])
 
     def _stack(self, observations: Sequence[Any]) -> Any:
         """Joins one observation of each environment: nested [E, ...]."""
@@ -243,8 +233,7 @@ class Environment:
             try:
                 self._call(env.close)
             except (Exception, SystemExit):
-                name = self.flags.env
-                log.warning("close() of %s raised:", name, exc_info=True)
+                log.warning("close() of %s raised:", self.flags.env, exc_info=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to replay the current games.
@@ -255,7 +244,8 @@ class Environment:
         assert self.exact_resume
         assert self.flags.sync, "the actions are not logged"
         space = self.envs.single_action_space  # not the policy's
-        shape, dtype = space.shape or (), space.dtype
+        shape = -1, *(space.shape or ())
+        logs = [np.array(game.actions, space.dtype) for game in self.games]
         state = {
             "env": self.flags.env,
             "row": self._row,
@@ -263,9 +253,7 @@ class Environment:
             "episode_so_far": self._totals[:2],
             "game_so_far": self._totals[2:],
             "games": [game.game for game in self.games],
-            "actions": [
-                np.array(game.actions, dtype).reshape(-1, *shape) for game in self.games
-            ],
+            "actions": [actions.reshape(shape) for actions in logs],
         }
         import torch  # late: a process that only steps is several times smaller
 
@@ -276,29 +264,21 @@ class Environment:
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Restores the saved state and returns its row.
 
-        Logs a warning if an observation differs from the saved one: then the
-        environment is not deterministic, and the run is not an exact continuation.
-
-        Raises:
-          ValueError: the state has another environment or number of environments.
+        Warns if an observation differs from the saved one. Raises ValueError if the
+        state has another environment or number of environments.
         """
         found = (state["env"], len(state["row"]["done"]))
         if found != (self.flags.env, self.num_envs):
-            raise ValueError(
-                f"the saved state is of {found[1]} x {found[0]}, but this run has "
-                f"{self.num_envs} x {self.flags.env}"
-            )
+            raise ValueError(f"the saved state is of {found[1]} x {found[0]}")
         # No import of torch, see state_dict.
         state = map_nested(
             lambda x: x.numpy().copy() if hasattr(x, "numpy") else x, state
         )
         replays = zip(self.games, state["games"], state["actions"], strict=True)
         last = [x for game, *y in replays for x in self._call(game.replay, *y)]
-        observation = self._stack(last)
-        pairs = zip(
-            flatten(observation), flatten(state["row"]["observation"]), strict=True
-        )
-        if not all(np.array_equal(*x, equal_nan=x[0].dtype.kind == "f") for x in pairs):
+        observation, saved = self._stack(last), state["row"]["observation"]
+        same = functools.partial(np.array_equal, equal_nan=True)
+        if not all(map(same, flatten(observation), flatten(saved))):
             log.warning(
                 "%s is not deterministic: the same actions gave another observation, "
                 "so this run is not an exact continuation",
@@ -315,8 +295,7 @@ def to_env_actions(
 ) -> np.ndarray:
     """Converts actions of a policy [num_envs, ...] to actions of the space.
 
-    Raises:
-      ValueError: they are not actions of a policy for this space.
+    Raises ValueError if they are not actions of a policy for it.
     """
     shape, dtype = _actions_of(space, num_envs)
     if actions.shape != shape or actions.dtype != dtype:
@@ -326,11 +305,9 @@ def to_env_actions(
         )
     if isinstance(space, spaces.Box):
         return np.clip(actions, space.low, space.high).astype(space.dtype)
-    choices = policy_space(space)
-    assert isinstance(choices, spaces.Discrete | spaces.MultiDiscrete)
-    sizes = choices.n if isinstance(choices, spaces.Discrete) else choices.nvec
-    if not ((actions >= 0) & (actions < sizes)).all():
-        raise ValueError(f"actions must be in 0 to {sizes} - 1, got {actions.tolist()}")
+    choices: Any = policy_space(space)
+    if not ((actions >= 0) & (actions < num_options(choices))).all():
+        raise ValueError(f"{actions.tolist()} are not in 0 to {choices} - 1")
     actions = (actions + choices.start).astype(space.dtype)
     return actions.reshape(num_envs, *(space.shape or ()))
 

@@ -12,17 +12,12 @@ GAME_OVER = "torchbeast.game_over"  # in an info: False if only an episode has e
 
 @dataclasses.dataclass(frozen=True)
 class ExtraField:
-    """A field of every row, taken from the environment's info.
+    """A field of every row, taken from the environment's info. It describes
 
-    If an episode ends, the row holds the first observation of the next one. So a field
-    declares what it describes:
-
-        "step"         the step that led to the row, like the reward. For example a
-                       cost, or the lives left. Taken from the info of step(). Zero in
-                       the first row of a run.
-        "observation"  the observation in the row. For example a goal, a task number or
-                       a mask. Taken from the info of reset() if the observation is the
-                       first of an episode, else from that of step().
+    "step"         the step that led to the row, like the reward: a cost, or the
+                   lives left. Zero in the first row of a run.
+    "observation"  the observation in the row: a goal, or a task number. If an
+                   episode begins with it, taken from the info of reset().
     """
 
     shape: tuple[int, ...]  # of one environment's value

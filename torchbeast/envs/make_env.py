@@ -22,7 +22,7 @@ from torchbeast.envs.values import (
     InvalidEnvironmentError,
     MaskFromInfo,
     as_stack,
-    check_spaces,
+    check_mask,
 )
 
 ENVS = "torchbeast.extras.envs"  # parts with `adapt` or `vector_maker`
@@ -73,7 +73,7 @@ def create_env(
             inner = inner.env
         if flags.mask_actions:
             env = MaskFromInfo(env)
-        check_spaces(env.observation_space, env.action_space)
+        check_mask(env.observation_space, env.action_space)
     except BaseException:
         with contextlib.suppress(Exception):  # the first error counts
             env.close()
@@ -84,16 +84,12 @@ def create_env(
 def vector_maker(
     flags: argparse.Namespace, render_mode: str | None = None
 ) -> Callable[[int | None], Any] | None:
-    """How a part of extras/envs makes E environments in one object.
+    """How a part of extras/envs makes E environments in one object; None: none does.
 
-    Without E it makes one, or as many as a game has agents. None: `create_env` makes
-    each environment.
+    Without E it makes one, or as many as a game has agents.
     """
-    for part in parts.find(ENVS):
-        make = getattr(part, "vector_maker", None)
-        if make and (maker := make(flags, render_mode)):
-            return maker
-    return None
+    makers = [getattr(part, "vector_maker", None) for part in parts.find(ENVS)]
+    return next(filter(None, (x(flags, render_mode) for x in makers if x)), None)
 
 
 def takes(function: Callable, parameter: str) -> bool:
@@ -105,11 +101,7 @@ def takes(function: Callable, parameter: str) -> bool:
 
 
 class MinAtarGame(gymnasium.Wrapper):
-    """Forgets the last action of the previous game at reset().
-
-    MinAtar repeats the last action with some probability. Without this wrapper, a game
-    would depend on the previous one, and not only on its seed and actions.
-    """
+    """Forgets the last action at reset(): MinAtar would repeat it in the next game."""
 
     def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         game: Any = self.get_wrapper_attr("game")

@@ -3,6 +3,7 @@
 import argparse
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -43,16 +44,14 @@ class SeededGames(gymnasium.Wrapper):
         self.game = -1
         self.game_goes_on = False
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        arguments: dict[str, Any] = {"options": options}
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        seeds: dict[str, Any] = {}
         if not self.game_goes_on:
             self.game += 1
             self.actions = []
-            arguments["seed"] = game_seed(self.seed, self.index, self.game)
+            seeds = {"seed": game_seed(self.seed, self.index, self.game)}
         self.game_goes_on = False
-        observation, info = self.env.reset(**arguments)
+        observation, info = self.env.reset(**seeds)
         return read(self._space, observation), extra_fields.select(info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -85,14 +84,9 @@ def make_games(
     """The environments in one object, which resets those that end in the same step."""
     if make := vector_maker(flags, render_mode):
         return make(num_envs)
-    games = [SeededGames(flags, e, render_mode) for e in range(num_envs or 1)]
-    for game in games:
-        check_same_spaces(flags.env, games[0], game)
-    next_game = iter(games).__next__
+    games = [partial(SeededGames, flags, e, render_mode) for e in range(num_envs or 1)]
     same_step = gymnasium.vector.AutoresetMode.SAME_STEP
-    return gymnasium.vector.SyncVectorEnv(
-        [next_game] * len(games), autoreset_mode=same_step
-    )
+    return gymnasium.vector.SyncVectorEnv(games, autoreset_mode=same_step)
 
 
 def check_same_spaces(name: str, first: Any, other: Any) -> None:

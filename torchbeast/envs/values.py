@@ -14,12 +14,11 @@ import numpy as np
 from gymnasium import spaces
 
 from torchbeast.base.errors import UserError
-from torchbeast.base.nested import Nested, flatten
+from torchbeast.base.nested import Nested
 
 # Parts of a Dict observation: which actions are possible now; which agent of a game the
 # row is of. The steps of a row whose agent is absent do not count: the part is zero.
 MASK, AGENT = "action_mask", "agent_one_hot"
-MOST_CHOICES = 2**18  # of a space: they become one-hot vectors, or logits
 
 
 class InvalidEnvironmentError(UserError, ValueError):
@@ -95,24 +94,12 @@ def plain_space(space: Any) -> spaces.Space:
     )
 
 
-def check_spaces(observation_space: spaces.Space, action_space: spaces.Space) -> None:
-    """Raises InvalidEnvironmentError unless a policy can have these spaces."""
-    options = num_options(policy_space(action_space))
-    is_box = isinstance(action_space, spaces.Box) and action_space.dtype.kind == "f"
-    if not (options or is_box) or 0 in (plain_space(action_space).shape or ()):
+def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> None:
+    """Raises InvalidEnvironmentError if the observation has an unusable mask."""
+    space, size = mask_space(observation_space), sum(num_options(action_space))
+    if space is not None and math.prod(space.shape or ()) != size:
         raise InvalidEnvironmentError(
-            f"no policy for the action space {action_space}: allowed are Discrete, "
-            "MultiDiscrete of one dimension, MultiBinary and Box of floats"
-        )
-    leaves = flatten(parts_of(plain_space(observation_space)))
-    if max(sum(options), sum(sum(num_options(x)) for x in leaves)) > MOST_CHOICES:
-        raise InvalidEnvironmentError(
-            f"more than {MOST_CHOICES:,} choices: {observation_space}, {action_space}"
-        )
-    mask, size = mask_space(observation_space), sum(num_options(action_space))
-    if mask is not None and math.prod(mask.shape or ()) != size:
-        raise InvalidEnvironmentError(
-            f"the part {MASK} of the observation is {mask}; the actions of "
+            f"the part {MASK} of the observation is {space}; the actions of "
             f"{action_space} need {size} numbers. Only Discrete and MultiDiscrete "
             "actions can be masked"
         )
@@ -125,7 +112,8 @@ def fit(value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray | None:
         array = np.asarray(array.tolist())
     if array.shape != shape or array.dtype.kind not in "biuf":
         return None
-    cast = array.astype(dtype, copy=False)
+    with np.errstate(all="ignore"):  # environments may make them errors
+        cast = array.astype(dtype, copy=False)
     return cast if cast.dtype.kind == "f" or (cast == array).all() else None
 
 

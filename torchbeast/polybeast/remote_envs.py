@@ -21,7 +21,7 @@ from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
-from torchbeast.envs.values import as_stack, check_spaces
+from torchbeast.envs.values import as_stack, check_mask
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.env_connection import (
@@ -283,7 +283,7 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
         observation_space, action_space = (
             make_space(found[name]) for name in ("observation_space", "action_space")
         )
-        check_spaces(observation_space, action_space)
+        check_mask(observation_space, action_space)
         distribution = make_distribution(action_space)
         if flags.num_actions not in (None, getattr(action_space, "n", None)):
             raise ValueError(f"--num_actions {flags.num_actions}, got {action_space}")

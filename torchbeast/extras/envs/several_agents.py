@@ -27,7 +27,7 @@ from torchbeast.envs.values import (
     InvalidEnvironmentError,
     MaskFromInfo,
     add_part,
-    check_spaces,
+    check_mask,
     read,
 )
 
@@ -99,7 +99,7 @@ class ParallelGame:
             number = spaces.MultiBinary(len(self.agents))
             space = spaces.Dict(add_part(space, AGENT, number))
         self.observation_space = space
-        check_spaces(space, self.action_space)
+        check_mask(space, self.action_space)
         self.set_seed(flags.seed, 0)
 
     def _fail(self, what: str) -> NoReturn:

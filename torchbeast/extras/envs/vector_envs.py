@@ -20,7 +20,7 @@ from torchbeast.base.named import find_object
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather
 from torchbeast.envs.make_env import names_python, takes
-from torchbeast.envs.values import InvalidEnvironmentError, check_spaces, describe, read
+from torchbeast.envs.values import InvalidEnvironmentError, check_mask, describe, read
 
 ENVPOOL = "envpool:"
 
@@ -97,7 +97,7 @@ class VectorGames:
             )
         self.single_observation_space = self.env.single_observation_space
         self.single_action_space = self.env.single_action_space
-        check_spaces(self.single_observation_space, self.single_action_space)
+        check_mask(self.single_observation_space, self.single_action_space)
 
     def _fail(self, what: str) -> NoReturn:
         raise InvalidEnvironmentError(f"--env {self.name}: {what}")
