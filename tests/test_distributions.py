@@ -87,21 +87,30 @@ def test_samples_belong_to_the_generator(name):
     assert torch.equal(logits, before)
 
 
-# --- Discrete ---
+# --- Discrete and MultiDiscrete ---
 
 
-def test_discrete_log_prob_entropy_mode():
-    distribution = make_distribution(SPACES["discrete"])
-    logits = 2 * torch.randn(T, B, A)
-    actions = torch.randint(A, (T, B))
-    expected = Categorical(logits=logits)
-    assert distribution.num_logits == A
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*{"discrete": (A,), "multi_discrete": SIZES}.items()]
+)
+def test_choices_are_independent(name, sizes):
+    distribution = make_distribution(SPACES[name])
+    logits = 2 * torch.randn(T, B, sum(sizes))
+    parts = [Categorical(logits=x) for x in logits.split(sizes, -1)]
+    draws = [torch.randint(n, (T, B)) for n in sizes]
+    action, mode = torch.stack(draws, -1), torch.stack([x.mode for x in parts], -1)
+    if name == "discrete":
+        action, mode = action.squeeze(-1), mode.squeeze(-1)
+    log_prob = sum(x.log_prob(a) for x, a in zip(parts, draws, strict=True))
+    torch.testing.assert_close(distribution.log_prob(logits, action), log_prob)
     torch.testing.assert_close(
-        distribution.log_prob(logits, actions), expected.log_prob(actions)
+        distribution.entropy(logits), sum(x.entropy() for x in parts)
     )
-    torch.testing.assert_close(distribution.entropy(logits), expected.entropy())
-    best = [[row.index(max(row)) for row in rows] for rows in logits.tolist()]
-    assert distribution.mode(logits).tolist() == best
+    assert torch.equal(distribution.mode(logits), mode)
+    one_hots = [np.eye(n)[x] for n, x in zip(sizes, draws, strict=True)]
+    np.testing.assert_array_equal(
+        distribution.features(action), np.concatenate(one_hots, -1)
+    )
 
 
 def chi_square(counts, probabilities):
@@ -122,35 +131,6 @@ def test_discrete_samples_follow_the_probabilities():
     joint = torch.bincount(draws[:, 0] * A + draws[:, 1], minlength=A * A)
     product = logits[0].softmax(-1).outer(logits[1].softmax(-1)).flatten()
     assert chi_square(joint, product) < 94.0  # 48 degrees of freedom: likewise
-
-
-# --- MultiDiscrete ---
-
-
-def test_multi_discrete_is_the_product_of_its_parts():
-    distribution = make_distribution(SPACES["multi_discrete"])
-    assert distribution.num_logits == distribution.num_features == 10
-    logits = 2 * torch.randn(T, B, 10)
-    actions = torch.stack([torch.randint(n, (T, B)) for n in SIZES], dim=-1)
-    probabilities = [logits[..., :2], logits[..., 2:7], logits[..., 7:]]
-    probabilities = [x.softmax(-1) for x in probabilities]
-    joint = torch.einsum("tbi,tbj,tbk->tbijk", *probabilities)  # all 30 actions
-    for t in range(T):
-        for b in range(B):
-            chosen = joint[t, b][tuple(actions[t, b])]
-            torch.testing.assert_close(
-                distribution.log_prob(logits, actions)[t, b], chosen.log()
-            )
-            best = np.unravel_index(joint[t, b].argmax().item(), SIZES)
-            assert tuple(distribution.mode(logits)[t, b].tolist()) == best
-    entropy = -(joint * joint.log()).sum(dim=(-1, -2, -3))
-    torch.testing.assert_close(distribution.entropy(logits), entropy)
-
-
-def test_multi_discrete_features_are_one_hots_side_by_side():
-    distribution = make_distribution(SPACES["multi_discrete"])
-    features = distribution.features(torch.tensor([1, 4, 0]))
-    assert features.tolist() == [0, 1, 0, 0, 0, 0, 1, 1, 0, 0]
 
 
 # --- Masks ---
@@ -222,15 +202,6 @@ def test_masked_actions_are_never_chosen(name):
     for action in (draws, distribution.mode(logits)):
         chosen = distribution.features(action).bool()
         assert (chosen <= allowed).all()
-
-
-def test_log_probability_of_a_masked_action():
-    logits = torch.tensor([0.0, -INF, 1.0])
-    discrete = make_distribution(spaces.Discrete(3))
-    assert discrete.log_prob(logits, torch.tensor(1)).item() == -INF
-    multi = make_distribution(spaces.MultiDiscrete([3, 3]))
-    both = torch.cat([logits, torch.zeros(3)])
-    assert multi.log_prob(both, torch.tensor([1, 0])).item() == -INF
 
 
 # --- Box ---

@@ -106,37 +106,6 @@ def test_cut_rollouts_have_observations_of_the_space(space):
         assert observation in space
 
 
-def test_equal_policies_reject_nothing():
-    """Also if the logits of one are shifted by a constant."""
-    batch, outputs = make_batch()
-    outputs["policy_logits"] = batch["policy_logits"] + 3.5
-    replayed = np.array([False, True, True])
-    laser = {"kl_threshold": 1e-9, "entropy_cost": 0.0}
-    loss, stats, gradients = joined(batch, outputs, replayed=replayed, **laser)
-    expected, _, expected_gradients = joined(batch, outputs, entropy_cost=0.0)
-    assert stats["frac_rejected"].item() == 0
-    assert loss == pytest.approx(expected, rel=1e-6)
-    for name, x in gradients.items():
-        torch.testing.assert_close(x, expected_gradients[name])
-
-
-def test_a_far_policy_rejects_all_that_is_replayed():
-    batch, outputs = make_batch()
-    outputs["policy_logits"][:, 1:] = 0
-    outputs["policy_logits"][:, 1:, 2] = 50  # π takes action 2,
-    batch["policy_logits"][:, 1:, 2] = -50  # which μ never takes
-    outputs["policy_logits"][:, 0] = outputs["policy_logits"][:, 1]
-    batch["policy_logits"][:, 0] = batch["policy_logits"][:, 1]
-    replayed = np.array([False, True, True])
-    _, stats, gradients = joined(
-        batch, outputs, replayed=replayed, kl_threshold=0.3, entropy_cost=1.0
-    )
-    assert stats["frac_rejected"].item() == 1
-    for x in gradients.values():
-        assert not x[:, 1:].any()
-    assert gradients["baseline"][:, 0].any()  # online steps are never rejected
-
-
 def test_rejection_against_a_loop():
     """KL(π ‖ π̃) by its definition; rejected steps cut the trace."""
     batch, outputs = make_batch()

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import test_learner
 import torch
-from gymnasium import spaces
 from loss_cases import (
     FLAGS,
     A,
@@ -20,7 +19,6 @@ from loss_cases import (
 
 from torchbeast import learner
 from torchbeast.core.columns import ColumnError
-from torchbeast.core.distributions import make_distribution
 from torchbeast.learner import learn
 
 
@@ -129,113 +127,6 @@ def test_gradients_against_finite_differences():
     assert not learned["baseline"].grad[T].any()
 
 
-def changed_parts(change):
-    """Which parts of the loss a change of batch and outputs changes."""
-    batch, outputs = make_batch()
-    before = loss_of(batch, outputs)[1]
-    change(batch, outputs)
-    after = loss_of(batch, outputs)[1]
-    return {name for name in before if not torch.equal(before[name], after[name])}
-
-
-@pytest.mark.parametrize(
-    ("field", "first_row", "last_row"),
-    [
-        ("action", True, False),
-        ("policy_logits", True, False),
-        ("reward", False, True),
-        ("done", False, True),
-        ("truncation_value", False, True),
-        ("baseline", False, False),
-        ("truncated", False, False),
-    ],
-)
-def test_which_rows_have_a_part(field, first_row, last_row):
-    """Row 0's reward belongs to the previous rollout, row T's action to the next."""
-    for row, has_part in ((0, first_row), (T, last_row)):
-
-        def change(batch, outputs, row=row):
-            x = batch[field]
-            if x.dtype == bool:
-                x[row] ^= True
-            elif x.dtype == int:
-                x[row] = (x[row] + 1) % A
-            else:
-                x[row] *= 0.5
-                x[row] += np.linspace(0.1, 0.2, x[row].size).reshape(x[row].shape)
-
-        assert bool(changed_parts(change)) == has_part, row
-
-
-def test_the_last_value_is_the_bootstrap():
-    def change(batch, outputs):
-        outputs["baseline"][T] += 1.0
-
-    assert changed_parts(change) == {"total_loss", "pg_loss", "baseline_loss"}
-
-
-def test_a_terminated_episode_is_not_bootstrapped():
-    """Environment 1 terminates in row 3: nothing after it matters before it."""
-    batch, outputs = make_batch()
-
-    def advantages(batch):
-        # The gradient of pg_loss by log π is minus the advantage.
-        logits = torch.tensor(outputs["policy_logits"], requires_grad=True)
-        flags = {"entropy_cost": 0.0, "baseline_cost": 0.0}
-        loss_of(batch, {**outputs, "policy_logits": logits}, **flags)[0].backward()
-        return logits.grad
-
-    before = advantages(batch)
-    batch["reward"][4:] = 0.0
-    batch["action"][3:] = (batch["action"][3:] + 1) % A
-    outputs["baseline"][3:] += 1.0
-    after = advantages(batch)
-    assert torch.equal(before[:3, 1], after[:3, 1])
-    assert not torch.equal(before[:3, 0], after[:3, 0])
-    assert (before[3:T, 1] != after[3:T, 1]).any()
-
-
-def test_a_truncated_episode_is_bootstrapped():
-    """On-policy, the targets are plain discounted sums."""
-    batch, outputs = make_batch()
-    outputs["policy_logits"] = batch["policy_logits"]
-    values = np.zeros((T + 1, B))
-    outputs["baseline"] = values
-    _, stats = loss_of(batch, outputs, reward_clipping="none")
-    r = batch["reward"]
-    targets = np.zeros((T, B))
-    for t in range(T):
-        targets[t, 0] = sum(0.9 ** (k - t) * r[k + 1, 0] for k in range(t, T))
-        end = 3 if t < 3 else T
-        targets[t, 1] = sum(0.9 ** (k - t) * r[k + 1, 1] for k in range(t, end))
-        end = 2 if t < 2 else T
-        targets[t, 2] = sum(0.9 ** (k - t) * r[k + 1, 2] for k in range(t, end))
-        if t < 2:
-            targets[t, 2] += 0.9 ** (2 - t) * 4.25
-    expected = 0.7 * 0.5 * (targets**2).sum()
-    assert stats["baseline_loss"].item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_truncation_value_is_not_clipped():
-    def change(batch, outputs):
-        batch["truncation_value"][2, 2] += 1.0
-
-    assert changed_parts(change) == {"total_loss", "pg_loss", "baseline_loss"}
-
-
-def test_losses_are_sums():
-    """Twice the environments, twice the loss."""
-    batch, outputs = make_batch()
-    loss, stats = loss_of(batch, outputs)
-    batch, outputs = (
-        {name: np.concatenate([x, x], axis=1) for name, x in nested.items()}
-        for nested in (batch, outputs)
-    )
-    double_loss, double_stats = loss_of(batch, outputs)
-    assert double_loss.item() == pytest.approx(2 * loss.item())
-    assert double_stats["entropy"].item() == pytest.approx(stats["entropy"].item())
-
-
 @pytest.mark.parametrize(
     ("final", "progress", "cost"),
     [(None, 0.75, 0.3), (0.1, 0.0, 0.3), (0.1, 0.75, 0.15), (0.5, 1.0, 0.5)],
@@ -244,15 +135,6 @@ def test_the_entropy_cost_changes_linearly(final, progress, cost):
     _, stats = loss_of(*make_batch(), final_entropy_cost=final, progress=progress)
     entropy = stats["entropy"] * (T * B)
     assert -stats["entropy_loss"] / entropy == pytest.approx(cost)
-
-
-def test_the_entropy_loss_rewards_entropy():
-    batch, outputs = make_batch()
-    certain = loss_of(batch, outputs)[1]
-    outputs["policy_logits"] = outputs["policy_logits"] / 10
-    uniform = loss_of(batch, outputs)[1]
-    assert uniform["entropy"] > certain["entropy"]
-    assert uniform["entropy_loss"] < certain["entropy_loss"] < 0
 
 
 def test_auxiliary_losses_are_added_and_logged():
@@ -347,35 +229,6 @@ def test_rewards_of_the_model_replace_those_of_the_environment():
     }
 
 
-def test_masked_actions_are_no_actions():
-    """A policy over 7 actions, 3 of them masked, learns as one over the other 4."""
-    batch, outputs = make_batch()
-    left = np.array([0, 2, 3, 6])
-    few = {**batch, "action": batch["action"] % len(left)}
-    few["policy_logits"] = batch["policy_logits"][..., left]
-    learned = torch.tensor(outputs["policy_logits"][..., left]).requires_grad_()
-    baseline = torch.tensor(outputs["baseline"])
-    expected, expected_stats = loss_of(
-        few,
-        {"policy_logits": learned, "baseline": baseline},
-        distribution=make_distribution(spaces.Discrete(len(left))),
-    )
-    expected.backward()
-
-    masked = np.isin(np.arange(A), left, invert=True)
-    batch["action"] = left[few["action"]]
-    batch["policy_logits"][..., masked] = -np.inf
-    free = torch.tensor(outputs["policy_logits"]).requires_grad_()
-    logits = free.masked_fill(torch.as_tensor(masked), -np.inf)
-    loss, stats = loss_of(batch, {"policy_logits": logits, "baseline": baseline})
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, value in expected_stats.items():
-        torch.testing.assert_close(stats[name], value, msg=name)
-    torch.testing.assert_close(free.grad[..., left], learned.grad)
-    assert not free.grad[..., masked].any()
-
-
 def test_normalized_advantages_add_nothing_off_policy():
     """A constant that all rewards have in common is no reason to change the policy.
 
@@ -420,32 +273,6 @@ def test_an_action_that_the_learner_masks_has_no_weight(normalize):
         losses.append(stats)
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(grads[1], grads[0])
-
-
-@pytest.mark.parametrize(
-    "action_space", [spaces.MultiDiscrete([2, 5, 3]), spaces.Box(-1.0, 3.0, (2, 2))]
-)
-def test_other_action_spaces(action_space):
-    """One learner step raises the probability of actions with positive advantage."""
-    distribution = make_distribution(action_space)
-    batch, outputs = make_batch()
-    batch = {name: torch.as_tensor(x) for name, x in batch.items()}
-    logits = torch.randn(T + 1, B, distribution.num_logits)
-    batch |= {
-        "policy_logits": logits,
-        "action": distribution.sample(logits),
-        "reward": torch.full((T + 1, B), 1.0),
-    }
-    learned = logits.clone().requires_grad_()
-    outputs = {"policy_logits": learned, "baseline": torch.zeros(T + 1, B)}
-    without = {"distribution": distribution, "entropy_cost": 0.0}
-    loss_of(batch, outputs, **without)[0].backward()
-    better = logits - 0.01 * learned.grad
-    before, after = (
-        distribution.log_prob(x, batch["action"]) for x in (logits, better)
-    )
-    assert (after[:T] > before[:T]).all()
-    assert torch.equal(after[T], before[T])
 
 
 @pytest.mark.parametrize("name", ["entropy", "total_loss", "pg_loss"])

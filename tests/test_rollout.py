@@ -92,26 +92,23 @@ class Surprised(Net):
         return outputs, state
 
 
-def test_what_the_model_outputs_while_acting_is_part_of_a_row():
+def test_fields_of_the_model_and_of_the_info_are_part_of_a_row(monkeypatch):
+    field = ExtraField((2, 3), np.float64, of="observation")
+    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, "goal", field)
     spec = row_spec(Surprised(default_flags(), OBSERVATION_SPACE, spaces.Discrete(A)))
     assert spec["surprise"] == Spec((4,), torch.int32)
     assert spec["baseline"] == spec["truncation_value"] == Spec((2,), torch.float32)
-    assert "guess" not in spec
-
-
-def test_an_output_named_like_a_field_of_the_environment_is_refused():
-    class Twice(Net):
-        def forward(self, rows, state=(), acting=False):
-            outputs, state = super().forward(rows, state, acting)
-            return {**outputs, "reward": outputs["baseline"]}, state
-
-    with pytest.raises(ValueError, match="outputs reward while acting"):
-        row_spec(Twice(default_flags(), OBSERVATION_SPACE, spaces.Discrete(A)))
+    assert spec["goal"] == Spec((2, 3), torch.float32)
+    assert not {"guess", "final_goal"} & spec.keys()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda x, h: (x | {"reward": x["baseline"]}, h),
+            "outputs reward while acting",
+        ),
         (lambda x, h: (x, h, 0), "must return a tuple of two"),
         (lambda x, h: x, "must return a tuple of two"),
         (
@@ -140,33 +137,11 @@ def test_a_model_that_returns_something_else_is_refused(change, message):
         row_spec(Wrong(flags, OBSERVATION_SPACE, spaces.Discrete(A)))
 
 
-def test_extra_fields_are_part_of_a_row(monkeypatch):
-    fields = {
-        "lives": ExtraField((), np.int64, of="step"),
-        "goal": ExtraField((2, 3), np.float64, of="observation"),
-    }
-    for name, field in fields.items():
-        monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
-    spec = row_spec(make_net(OBSERVATION_SPACE, spaces.Discrete(A)))
-    assert spec["lives"] == Spec((), torch.int64)
-    assert spec["goal"] == Spec((2, 3), torch.float32)
-    assert "final_goal" not in spec
-
-
 def test_a_field_belongs_to_the_step_before_its_row_or_after_it():
     """A replay would put one that is in neither set to the wrong step."""
     net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
     after = {"observation", "action", "policy_logits", "baseline", "policy_version"}
     assert row_spec(net).keys() - after == rollout.RESULTS
-
-
-@pytest.mark.parametrize("name", ["reward", "observation", "last_action", "action"])
-def test_the_names_of_other_fields_are_taken(monkeypatch, name):
-    field = ExtraField((), np.float32, of="observation")
-    monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
-    net = make_net(OBSERVATION_SPACE, spaces.Discrete(A))
-    with pytest.raises(UserError, match=name):  # in the environment's process, if here
-        extra_fields.check_names() or row_spec(net)
 
 
 def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch):
@@ -188,8 +163,7 @@ def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch
 @pytest.mark.parametrize(
     "dtype",
     [
-        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"),
-        *("uint64", "float16", "float32", "float64"),
+        *("bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64"),
     ],
 )
 def test_observations_of_every_dtype_go_through_buffers(dtype):
@@ -217,15 +191,9 @@ def test_map_nested_keeps_structure_and_pairs_leaves():
         "d": (),
     }
     assert flatten(nested) == [1, 2, 3]
-    assert flatten(Spec((1,), torch.bool)) == [Spec((1,), torch.bool)]
-
-
-@pytest.mark.parametrize(
-    "other", [{"a": 1}, {"a": 1, "b": (2, 3)}, {"a": 1, "b": (2, 3, 4, 5)}]
-)
-def test_map_nested_refuses_another_structure(other):
-    with pytest.raises((KeyError, ValueError)):
-        map_nested(lambda x, y: x + y, {"a": 1, "b": (2, 3, 4)}, other)
+    for wrong in {"a": 1}, {**other, "b": (2,)}:
+        with pytest.raises((KeyError, ValueError)):
+            map_nested(lambda x, y: x + y, nested, wrong)
 
 
 # --- Shared memory ---
@@ -236,29 +204,16 @@ def make_buffers():
     return create_buffers(spec, (SLOTS, T + 1))
 
 
-def test_buffers_have_slots_and_rows_and_are_zero():
-    buffers = make_buffers()
-    assert buffers["observation"]["camera"].shape == (SLOTS, T + 1, 10, 12, 3)
-    assert buffers["observation"]["body"][1]["on"].shape == (SLOTS, T + 1, 2)
-    assert buffers["policy_logits"].shape == (SLOTS, T + 1, A)
-    assert buffers["done"].shape == (SLOTS, T + 1)
-    assert buffers["done"].dtype == torch.bool
-    assert isinstance(buffers["observation"]["body"], tuple)
-    leaves = flatten(buffers)
-    assert len(leaves) == 5 + 8 + 3 + 3
-    assert all(x.is_shared() for x in leaves)
-    assert not any(x.any() for x in leaves)
-
-
 def answer(buffers):
     """Runs in another process: checks the buffers and writes into them."""
     assert buffers["reward"][1, 2] == 3.5
     buffers["observation"]["body"][0][3, 4] = torch.arange(9.0)
-    buffers["done"][2, T] = True
 
 
 def test_another_process_sees_what_is_written():
     buffers = make_buffers()
+    assert buffers["observation"]["camera"].shape == (SLOTS, T + 1, 10, 12, 3)
+    assert not any(x.any() for x in flatten(buffers))
     buffers["reward"][1, 2] = 3.5
     process = mp.get_context("spawn").Process(target=answer, args=(buffers,))
     process.start()
@@ -267,7 +222,6 @@ def test_another_process_sees_what_is_written():
     written = buffers["observation"]["body"][0]
     assert written[3, 4].tolist() == list(range(9))
     assert written.sum() == sum(range(9))
-    assert buffers["done"].nonzero().tolist() == [[2, T]]
 
 
 @pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason="no such file system here")
@@ -308,10 +262,9 @@ class TestSharedMemoryFileSystem:
 # --- Episodes ---
 
 
-def make_ends():
-    """A batch in which nothing has ended; returns and steps tell their place."""
+def test_ends_of_episodes_and_games():
     place = torch.arange((T + 1) * B).view(T + 1, B)
-    return {
+    batch = {
         "done": torch.zeros(T + 1, B, dtype=torch.bool),
         "game_over": torch.zeros(T + 1, B, dtype=torch.bool),
         "episode_return": place + 0.5,
@@ -319,10 +272,6 @@ def make_ends():
         "game_return": place + 100.5,
         "game_step": place + 100,
     }
-
-
-def test_ends_of_episodes_and_games():
-    batch = make_ends()
     for t, b in ((0, 1), (1, 2), (3, 0), (T, 1)):  # row 0 was counted as a row T
         batch["done"][t, b] = True
     batch["game_over"][0] = True
