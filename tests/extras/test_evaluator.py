@@ -86,22 +86,6 @@ def test_what_a_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
     assert "names --env faulty:Environment" in output
 
 
-def test_a_damaged_best_checkpoint_is_replaced(tmp_path):
-    runs.run(tmp_path, "a", **FLAGS)
-    path = tmp_path / "a" / "model.best.tar"
-    path.write_bytes(b"no checkpoint")
-    output = runs.run(tmp_path, "a", total_steps=12000)
-    assert "model.best.tar is not used" in output
-    assert load(path)["stats"]["eval_return"] > 0
-
-
-def test_a_best_checkpoint_that_can_not_be_saved(tmp_path):
-    (tmp_path / "a" / "model.best.tar" / "file").mkdir(parents=True)
-    output = runs.run(tmp_path, "a", **FLAGS)
-    assert output.count("Cannot save a checkpoint") == len(results(tmp_path)) > 0
-    assert "Finished at step 6000" in output
-
-
 def test_a_stop_signal_while_a_test_game_hangs(tmp_path, monkeypatch):
     hangs = tmp_path / "hangs"
     monkeypatch.setenv("HANGS", str(hangs))
@@ -127,30 +111,6 @@ def test_an_environment_that_uses_torch_and_global_generators(tmp_path, monkeypa
     numbers = [x for drawn in draws["a"] for x in drawn]
     assert len(set(numbers)) == len(numbers)
     assert draws["a"] == draws["b"]
-
-
-def test_an_environment_with_a_process_of_its_own(tmp_path):
-    output = runs.run(tmp_path, "a", **{**FLAGS, "env": "faulty:WithChild"})
-    assert results(tmp_path)[-1][0] == FLAGS["total_steps"]
-    assert "[WARNING " not in output
-    process = runs.start(tmp_path, "b", **{**FLAGS, "env": "faulty:DiesWithChild"})
-    output = runs.finish(process)
-    assert process.returncode == 1, output
-    assert "an environment of faulty:DiesWithChild (pid " in output
-    assert "died with exit status 3" in output
-    wait_until(lambda: not processes_of_session(process.pid), "all ended")
-
-
-def test_a_resumed_run_knows_the_best(tmp_path):
-    runs.run(tmp_path, "a", **FLAGS)
-    path = tmp_path / "a" / "model.best.tar"
-    best = load(path)
-    best["stats"]["eval_return"] = 1e9
-    torch.save(best, path)
-    before = path.read_bytes()
-    runs.run(tmp_path, "a", total_steps=12000)
-    assert results(tmp_path)[-1][0] == 12000  # the final weights
-    assert path.read_bytes() == before
 
 
 @pytest.mark.timeout(400)

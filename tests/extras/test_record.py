@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import resource
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import gymnasium
 import numpy as np
 import pytest
 import runs
-import torch
 from gymnasium import spaces
 
 from torchbeast.extras import record
@@ -248,11 +246,7 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     process = runs.start(tmp_path, "a", **{**SMALL, "env": "test_record:Breaks"})
     output = runs.finish(process)
     assert process.returncode == 1
-    last = output.strip().splitlines()[-1]
-    command, _, more = last.partition("To repeat this run: ")[2].partition(". ")
-    assert command == (f"python -m torchbeast.tools.repeat a --savedir {tmp_path}")
-    more = shlex.split(more.partition(" add ")[2])
-    assert more == ["--until", "1"]  # all of it is the last minute
+    assert f"-m torchbeast.tools.repeat a --savedir {tmp_path}" in output
     output = repeat_and_fail(tmp_path, "a")
     assert "the 150th ball is flat" in output
     # Batches that wait when the environment fails are dropped.
@@ -283,10 +277,12 @@ def test_what_cannot_be_repeated(tmp_path, name, flags, text):
     assert text in runs.run_words(words, status=1)
 
 
-def test_with_sync_a_record_has_no_effect(tmp_path):
-    output = runs.run(tmp_path, "a", **runs.SMALL, record=True, sync=True, status=1)
-    assert "--record has no effect with --sync" in output
-    assert not (tmp_path / "a").exists()
+@pytest.mark.parametrize("more", [{"sync": True}, {"module": "torchbeast.polybeast"}])
+def test_a_record_is_of_asynchronous_monobeast(tmp_path, more):
+    if "module" in more:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    output = runs.run(tmp_path, "a", **runs.SMALL, **more, record=True, status=1)
+    assert "--record is for MonoBeast without --sync" in output
 
 
 def test_damaged_files_are_named_at_once(tmp_path):
@@ -322,91 +318,17 @@ def test_a_record_is_not_trusted_to_name_code(tmp_path):
 def test_a_disk_that_takes_a_part_of_an_event_ends_the_run(tmp_path):
     """If it went on, all later events would be read from the wrong place."""
     flags, learner = types.SimpleNamespace(as_dict=dict), types.SimpleNamespace(step=0)
+    started = types.SimpleNamespace(start_unroll=lambda index, slots: 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
         parts = {"flags": flags, "folder": tmp_path, "learner": learner, "stack": stack}
-        append = record.begin_record(types.SimpleNamespace(**parts))
+        recorder = record.Recorder(types.SimpleNamespace(**parts))
+        actors = recorder.actors(started, {})
         size = (tmp_path / "record.0").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 15, before[1]))
-        append(b"123456")
-        append(b"123456")
+        actors.start_unroll(0, [])
+        actors.start_unroll(0, [])
         with pytest.raises(RunFileError, match=r"Cannot write .*record\.0"):
-            append(b"123456")
+            actors.start_unroll(0, [])
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_start_that_was_not_recorded(tmp_path):
-    runs.run(tmp_path, "a", **{**SMALL, "total_steps": 1000})
-    # A recorded start from the same step, whose work is lost.
-    process = runs.start(tmp_path, "a", **{**SMALL, "total_steps": 10**6})
-    runs.wait_for_rows(process, tmp_path, "a", 60)
-    process.kill()
-    runs.finish(process)
-    flags = {k: v for k, v in SMALL.items() if k != "record"}
-    runs.run(tmp_path, "a", **{**flags, "no-record": True, "total_steps": 2000})
-    words = command(tmp_path, "b", "a")
-    assert "the start at step 1000 was not recorded" in runs.run_words(words, status=1)
-
-
-@pytest.mark.parametrize(
-    ("servers", "environments", "batch_size"),
-    [(3, 2, 4), (2, 6, 3)],
-    ids=["several streams per batch", "several batches per stream"],
-)
-def test_polybeast_records_which_inference_made_each_step(
-    tmp_path, servers, environments, batch_size
-):
-    """Two starts, the first is killed. logs.csv says how old the weights were."""
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    flags = {
-        **{**runs.SMALL, "module": "torchbeast.polybeast", "record": True},
-        **{"num_servers": servers, "num_actors": servers, "use_lstm": True},
-        **{"envs_per_actor": environments, "batch_size": batch_size},
-        **{"num_learner_threads": 2, "num_inference_threads": 2},
-        "checkpoint_interval": 0.3,
-    }
-    per_batch, model = 5 * batch_size, tmp_path / "a" / "model.tar"
-    process = runs.start(tmp_path, "a", **{**flags, "total_steps": 10**6})
-    runs.wait_for_rows(process, tmp_path, "a", 60)
-    while not model.exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.kill()
-    runs.finish(process)
-    total = per_batch * (len(logs(tmp_path, "a")) + 120)
-    runs.run(tmp_path, "a", **{**flags, "total_steps": total})
-    rows, records = logs(tmp_path, "a"), record.records_of(model.parent)
-    assert len(rows) == total // per_batch
-    first, resumed = sorted(records)
-    assert first == 0 < resumed
-    for begin, end in (0, resumed), (resumed, total):
-        batches = list(record.read_batches(records[begin]))
-        updates = range(begin // per_batch, end // per_batch)
-        # The batches that came after the last checkpoint are in the record, too.
-        assert len(batches) >= len(updates)
-        lags = [float(rows[i]["policy_lag"]) for i in updates]
-        versions = [batch[:-1, :, 0].mean() for batch in batches]
-        assert np.subtract(updates, versions[: len(lags)]) == pytest.approx(lags)
-        rollouts = np.concatenate([x.swapaxes(0, 1) for x in batches])
-        check_streams(rollouts, servers, environments)
-    words = command(tmp_path, "b", "a")
-    assert "is PolyBeast's" in runs.run_words(words, status=1)
-    count = len(list(record.read_batches(records[0])))
-    records[0].write_bytes(records[0].read_bytes()[:-1])  # as a kill may leave it
-    assert len(list(record.read_batches(records[0]))) == count - 1
-
-
-def check_streams(rollouts, servers, environments):
-    """Joins rollouts [n, T + 1, 4] of all environments by the places of their rows."""
-    starts, ends = (set(map(tuple, rollouts[:, i, 1:3].tolist())) for i in (0, -1))
-    assert len(starts) == len(ends) == len(rollouts)
-    # The last rollouts of one learner thread may be missing.
-    number = servers * environments
-    assert number <= len(starts - ends) <= number + 6
-    rows = rollouts.reshape(-1, 4)
-    assert set(rows[:, 3]) <= {n * environments for n in range(1, servers + 1)}
-    complete = min(number for number, _ in ends - starts)
-    for number in range(complete):
-        batch = {tuple(row) for row in rows[rows[:, 1] == number].tolist()}
-        ((_, size),) = {(row[0], row[3]) for row in batch}
-        assert sorted(row[2] for row in batch) == list(range(size))

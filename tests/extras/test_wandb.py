@@ -63,8 +63,7 @@ def test_weights_and_biases_of_a_resumed_run(tmp_path, monkeypatch, module):
     if module.endswith("monobeast"):
         pytest.importorskip("pygame")  # CartPole draws with it
         flags = {"mode": "test", "num_test_episodes": 1, "video": tmp_path / "a.mp4"}
-        output = runs.run(tmp_path, "a", **flags)
-        assert "The video is a run of project project" in output
+        runs.run(tmp_path, "a", **flags)
         (sent,) = (tmp_path / "a" / "wandb").rglob("media/videos/*.mp4")
         assert sent.read_bytes() == (tmp_path / "a.mp4").read_bytes()
         ((_, row),) = history(tmp_path / "a")[len(found) :]
@@ -109,11 +108,3 @@ def test_a_package_that_wandb_needs_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     output = runs.run(tmp_path, "a", **runs.SMALL, wandb="project", status=1)
     assert "--wandb needs the package pydantics: pip install wandb" in output
-
-
-def test_without_the_package(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    output = runs.run(tmp_path, "a", **runs.SMALL, wandb="project", status=1)
-    assert "--wandb needs the package wandb: pip install wandb" in output
-    assert "Traceback" not in output

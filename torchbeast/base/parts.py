@@ -8,8 +8,6 @@ A file may have
     fetch(flags, folder, step)    may bring a newer checkpoint into the run's folder,
                    whose own is of this step or None; returns whether it has
     tested(flags, folder, step)    the run's checkpoint of this step was tested
-    left(flags, folder, step)    for a run whose checkpoint is at --total_steps: what is
-                   left to do, in words, or None
 
 A guest may have
 

@@ -5,10 +5,8 @@ code.patch  changes of the checkout that torchbeast is imported from, against th
 sources/    files outside the checkout that --env, --wrapper, --encoder and --explorer
             import, except packages of site-packages
 
-If a resumed run has other code, it adds code.2.patch and sources.2. Each entry in
-`starts` of meta.json names those of its start.
-
-Importing this module does not load torch.
+If a resumed run has other code, it adds code.2.patch and sources.2; meta.json has the
+names of those of its start. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import pathlib
@@ -24,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +32,6 @@ from torchbeast.runs.files import run_git, writing
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 5_000_000  # of code.patch, and of sources
-MAX_SECONDS = 5.0  # to find the sources
 
 
 def attach(run: Any) -> Code:
@@ -46,117 +43,81 @@ class Code:
         self.folder, self.flags = folder, flags
 
     def about(self) -> dict[str, str | None]:
-        """Writes the files; returns their names for meta.json, or None.
-
-        Raises:
-          RunFileError: a file can't be written.
-        """
-        patch, checkout = _changes()
+        """Writes the files; returns their names for meta.json, or None."""
+        patch, checkout = b"", set[str]()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git
+            if run_git("ls-files", "--", "."):
+                patch, checkout = _changes()
         named = ",".join(getattr(self.flags, name, None) or "" for name in CODE_FLAGS)
-        sources = _sources(named, checkout)
         files = {"": patch} if patch else {}
         with writing(self.folder):
             return {
                 "code_patch": _keep(self.folder, "code{}.patch", files),
-                "sources": _keep(self.folder, "sources{}", sources),
+                "sources": _keep(self.folder, "sources{}", _sources(named, checkout)),
             }
 
 
-def _keep(
-    folder: pathlib.Path, name: str, files: dict[str, bytes], number: int = 1
-) -> str | None:
+def _keep(folder: pathlib.Path, name: str, files: dict[str, bytes]) -> str | None:
     """Writes a file, or a folder of files, unless an earlier start has written it."""
-    if not files:
-        return None
-    if (size := sum(map(len, files.values()))) > MAX_BYTES:
-        log.warning(
-            "The run does not keep %s: %s bytes are more than %s.",
-            *(name.format(""), f"{size:,}", f"{MAX_BYTES:,}"),
-        )
-        return None
-    path = folder / name.format(f".{number}" if number > 1 else "")
-    if not path.exists():
-        for part, content in files.items():
-            (path / part).parent.mkdir(parents=True, exist_ok=True)
-            (path / part).write_bytes(content)
-    elif files != {part: _read(path / part) for part in files}:
-        return _keep(folder, name, files, number + 1)
-    return path.name
-
-
-def _read(path: pathlib.Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+    if sum(map(len, files.values())) > MAX_BYTES:
+        text = "The run does not keep %s: more than %d bytes."
+        log.warning(text, name.format(""), MAX_BYTES)
+    elif files:
+        for number in itertools.count(1):
+            path = folder / name.format(f".{number}" if number > 1 else "")
+            if not path.exists():
+                for part, content in files.items():
+                    (path / part).parent.mkdir(parents=True, exist_ok=True)
+                    (path / part).write_bytes(content)
+            there = (path / part for part in files)
+            if [x.is_file() and x.read_bytes() for x in there] == [*files.values()]:
+                return path.name
+    return None
 
 
 def _changes() -> tuple[bytes, set[str]]:
-    """The patch of the checkout, and its Python files; nothing without git."""
-    try:
-        if not run_git("ls-files", "--", "."):
-            return b"", set()
-    except (OSError, subprocess.SubprocessError):  # files.py logs it
-        return b"", set()
-    try:
-        folder = pathlib.Path(__file__).parent
-        top = os.fsdecode(run_git("rev-parse", "--show-toplevel").rstrip(b"\n"))
-        index = run_git("rev-parse", "--git-path", "index").rstrip(b"\n")
-        python = ("--", ":(top)*.py", ":(top,exclude)*/site-packages/*")
-        with tempfile.TemporaryDirectory() as temporary:
-            # A copy of the index, in which new files are announced to `git diff`.
-            copied = shutil.copy(folder / os.fsdecode(index), f"{temporary}/index")
-            own = {"GIT_INDEX_FILE": copied}
-            run_git("add", "--intent-to-add", *python, **own)
-            diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-            prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--no-relative", "HEAD")
-            patch = run_git(*diff, *prefixes, **own)
-            names = run_git("ls-files", "-z", "--full-name", *python, **own)
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("The run does not keep the changes of its code: %s", error)
-        return b"", set()
+    """The patch of the checkout, and its Python files."""
+    places = run_git("rev-parse", "--show-toplevel", "--absolute-git-dir")
+    top, repository = os.fsdecode(places).splitlines()
+    python = ("--", ":(top)*.py", ":(top,exclude)*/site-packages/*")
+    with tempfile.TemporaryDirectory() as temporary:
+        # A copy of the index, in which new files are announced to `git diff`.
+        own = {"GIT_INDEX_FILE": shutil.copy(f"{repository}/index", temporary)}
+        run_git("add", "--intent-to-add", *python, **own)
+        diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+        prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--no-relative", "HEAD")
+        patch = run_git(*diff, *prefixes, **own)
+        names = run_git("ls-files", "-z", "--full-name", *python, **own)
     return patch, {f"{top}/{name}" for name in os.fsdecode(names).split("\0")}
 
 
 def _sources(named: str, checkout: set[str]) -> dict[str, bytes]:
     """The files of the modules in `named`, and of those that they import.
 
-    Imports nothing. A package counts as a whole. Stops at MAX_BYTES and MAX_SECONDS.
+    Imports nothing. A package counts as a whole.
     """
     waiting = re.findall(r"(?:^|,)\s*(\w+)[\w.]*:", named)
-    seen, size, deadline = set(waiting), 0, time.monotonic() + MAX_SECONDS
-    found: dict[str, bytes] = {}
-    while waiting:
-        for name, path in _files_of(waiting.pop(), deadline):
-            if size > MAX_BYTES:
-                return found
-            if str(path) not in checkout:
-                try:
+    seen, found = set(sys.stdlib_module_names), dict[str, bytes]()
+    while waiting and sum(map(len, found.values())) <= MAX_BYTES:
+        if (module := waiting.pop()) not in seen:
+            seen.add(module)
+            for name, path in _files_of(module):
+                if str(path) not in checkout:
                     found[name] = path.read_bytes()
-                except OSError as error:
-                    log.warning("The run does not keep its code %s: %s", path, error)
-                    continue
-                size += len(found[name])
-                new = set(_imported(found[name])) - seen
-                seen |= new
-                waiting += new
+                    waiting += _imported(found[name])
     return found
 
 
-def _files_of(module: str, deadline: float) -> Iterator[tuple[str, pathlib.Path]]:
+def _files_of(module: str) -> Iterator[tuple[str, pathlib.Path]]:
     """Names and paths of a module's files; none if it is installed."""
-    if module in sys.stdlib_module_names:
-        return
     with contextlib.suppress(ImportError, ValueError):  # ValueError: __main__
-        spec = importlib.util.find_spec(module)
-        folders = spec.submodule_search_locations if spec else None
-        for where in folders or [(spec and spec.origin) or os.devnull]:
-            place = pathlib.Path(where).resolve()
-            if {"site-packages", "dist-packages"} & set(place.parts):
-                continue
-            for folder, _, names in os.walk(place) if folders else [(place, (), ("",))]:
-                if time.monotonic() > deadline:
-                    return
-                for path in (pathlib.Path(folder, name) for name in names):
-                    if path.suffix == ".py" and path.is_file():
-                        yield str(path.relative_to(place.parent)), path
+        spec: Any = importlib.util.find_spec(module)
+        places = (spec.submodule_search_locations or [spec.origin]) if spec else []
+        for place in (pathlib.Path(x or os.devnull).resolve() for x in places):
+            for path in place.rglob("*.py") if place.is_dir() else [place]:
+                installed = {"site-packages", "dist-packages"} & set(path.parts)
+                if path.suffix == ".py" and path.is_file() and not installed:
+                    yield str(path.relative_to(place.parent)), path
 
 
 def _imported(source: bytes) -> Iterator[str]:

@@ -6,6 +6,7 @@ chrome://tracing and Perfetto show it. It has all threads of the learner's proce
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from torchbeast.base.flag import START, Group, flag
@@ -16,10 +17,7 @@ SKIPPED, RECORDED = 10, 20  # updates before the trace, and in it
 
 
 class Flags(Group):
-    write_profiler_trace: bool = flag(
-        *(False, "profile some updates of the learner process; writes trace.json"),
-        START,
-    )
+    write_profiler_trace: bool = flag(False, "profile some updates: trace.json", START)
 
 
 def attach(run: Any) -> Profiler | None:
@@ -28,34 +26,28 @@ def attach(run: Any) -> Profiler | None:
 
 class Profiler:
     def __init__(self, run: Any) -> None:
-        self.run, self.begin = run, run.learner.num_updates + SKIPPED
+        self.run, self.begin = run, float(run.learner.num_updates + SKIPPED)
         self.profiler: Any = None
-        self.is_done = False
 
     def poll(self) -> None:
         """Starts or ends the trace if it is time to."""
-        updates = self.run.learner.num_updates
-        if self.profiler and updates >= self.begin + RECORDED:
-            self.close(0)
-        elif not self.profiler and not self.is_done and updates >= self.begin:
-            from torch import profiler
-            from torch._C._profiler import _ExperimentalConfig
+        from torch import profiler
+        from torch._C._profiler import _ExperimentalConfig
 
+        updates = self.run.learner.num_updates
+        if not self.profiler and updates >= self.begin:
             self.profiler = profiler.profile(
                 activities=profiler.supported_activities(),
                 experimental_config=_ExperimentalConfig(profile_all_threads=True),
             )
             self.profiler.start()
+        elif self.profiler and updates >= self.begin + RECORDED:
+            self.close(0)
 
     def close(self, status: int) -> None:
         """Writes the trace, even if the run ended before the trace was complete."""
-        if not self.profiler:
-            return
-        self.profiler.stop()
-        path = self.run.folder / "trace.json"
-        self.profiler.export_chrome_trace(str(path))  # it does not raise if it fails
-        if path.is_file():
-            log.info("Profiler trace in %s", path)
-        else:
-            log.warning("The profiler could not write its trace to %s", path)
-        self.profiler, self.is_done = None, True
+        if self.profiler:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.run.folder / "trace.json"))
+            log.info("Profiler trace in %s", self.run.folder / "trace.json")
+            self.profiler, self.begin = None, math.inf

@@ -13,29 +13,26 @@ than this, as EVENTS, and tools/repeat.py makes the run again. All else is fixed
                   from the replay's, in the order of batches
     evaluations   have a process and generators of their own
 
-The first line of a record is JSON: flags, and versions of packages. Then follow the
-events, or the batches of PolyBeast, see InferenceOrder. Each is written at once, so a
-killed process leaves at most a torn last one, which is not read.
+The first line of a record is JSON: flags, and versions of packages. Each event is
+written at once, so a killed run leaves at most a torn last one, which is not read.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import pathlib
-import shlex
 import zlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, Group, flag
-
-if TYPE_CHECKING:
-    import torch
+from torchbeast.runs import trust
+from torchbeast.runs.files import atomic_write, provenance, writing
 
 log = logging.getLogger(__name__)
 
@@ -55,43 +52,21 @@ def attach(run: Any) -> Recorder | None:
     for first, path in records_of(run.folder).items():
         if first >= run.learner.step:  # this start makes these steps again
             path.unlink()
-    if not run.flags.record:
-        return None
-    from torchbeast.base import ranks
-
-    launcher = getattr(run.flags, "launcher", "processes")
-    if run.flags.sync or ranks.size() > 1 or launcher != "processes":
+    flags = run.flags
+    asynchronous = hasattr(flags, "num_buffers") and not flags.sync
+    processes = getattr(flags, "launcher", "processes") == "processes"
+    if flags.record and not (asynchronous and processes and ranks.size() == 1):
         raise FlagError(
-            "--record has no effect with --sync, and can't be used with torchrun or "
-            "--launcher ray: leave it out, or give --no-record"
+            "--record is for MonoBeast without --sync, torchrun and --launcher ray: "
+            "leave it out, or give --no-record"
         )
-    return Recorder(run)
+    return Recorder(run) if flags.record else None
 
 
 def records_of(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     """The records of a run by the step at which they begin."""
     found = folder.glob("record.*")
     return {int(x.suffix[1:]): x for x in found if x.suffix[1:].isdecimal()}
-
-
-def begin_record(run: Any) -> Callable[[bytes], None]:
-    """Writes the first line of a record; returns what appends to it."""
-    from torchbeast.runs import trust
-    from torchbeast.runs.files import atomic_write, writing
-
-    path, flags = run.folder / f"record.{run.learner.step}", run.flags.as_dict()
-    header = {"flags": flags, "flags_signature": trust.sign(flags), "about": about()}
-    with writing(path):
-        with atomic_write(path) as file:
-            file.write(f"{json.dumps(header)}\n".encode())
-        file = run.stack.enter_context(path.open("ab"))
-
-    def append(data: bytes) -> None:
-        with writing(path):
-            file.write(data)
-            file.flush()  # all of it, or an error
-
-    return append
 
 
 def read_whole(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
@@ -105,14 +80,9 @@ def read_whole(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
 
 def about() -> dict[str, Any]:
     """What beside flags and order a run may depend on."""
-    from torchbeast.runs.files import provenance
-
     now = provenance()
     commit, cpu = (now["git"] or {}).get("commit"), now["hardware"]["cpu"]
     return {**now["versions"], "cpu": cpu, "commit": commit}
-
-
-# --- MonoBeast
 
 
 def checksum(rows: dict[str, Any], slots: list[int]) -> int:
@@ -144,32 +114,30 @@ class Recorder:
     """A guest of MonoBeast. Its `actors` also write their order to a record."""
 
     def __init__(self, run: Any) -> None:
-        self.run, self.is_used = run, False
+        self.run, self.path = run, run.folder / f"record.{run.learner.step}"
 
     def actors(self, actors: Any, rows: dict[str, Any]) -> RecordedActors:
-        self.is_used = True
-        return RecordedActors(actors, rows, begin_record(self.run))
+        flags = self.run.flags.as_dict()
+        header = {"flags": flags, "flags_signature": trust.sign(flags)}
+        with writing(self.path):
+            with atomic_write(self.path) as file:
+                file.write(f"{json.dumps(header | {'about': about()})}\n".encode())
+            file = self.run.stack.enter_context(self.path.open("ab"))
+        return RecordedActors(actors, rows, file)
 
     def close(self, status: int) -> None:
-        """Names the command that repeats a failed run."""
-        run, flags = self.run, self.run.flags
-        if status == 1 and self.is_used:
-            words = "python", "-m", "torchbeast.tools.repeat", flags.xpid
-            step = run.learner.step - int(60 * (run.learner.counters.sps() or 0))
+        if status == 1 and self.path.exists():
+            words = self.run.flags.xpid, self.run.flags.savedir
             log.error(
-                "To repeat this run: %s. For a checkpoint of a minute before its end, "
-                "add --until %d",
-                *(shlex.join([*words, "--savedir", flags.savedir]), max(1, step)),
+                "To repeat it: -m torchbeast.tools.repeat %s --savedir %s", *words
             )
 
 
 class RecordedActors:
-    """Actors, see local/actors.py."""
+    """Actors, see local/actors.py, whose order is written to a file."""
 
-    def __init__(
-        self, actors: Any, rows: dict[str, Any], append: Callable[[bytes], None]
-    ) -> None:
-        self._actors, self._rows, self._append = actors, rows, append
+    def __init__(self, actors: Any, rows: dict[str, Any], file: Any) -> None:
+        self._actors, self._rows, self._file = actors, rows, file
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actors, name)
@@ -183,64 +151,6 @@ class RecordedActors:
             yield index, slots
 
     def _write(self, who: int, value: int) -> None:
-        self._append(np.array((who, value), EVENTS).tobytes())
-
-
-# --- PolyBeast
-
-
-class InferenceOrder:
-    """PolyBeast's record: for each step that was learned from, which inference acted.
-
-    It has the order of batches, the version of the weights of each step, and the size
-    of its inference batch. As row 0 of a rollout is the last row of the one before, and
-    no two rows have the same place, rollouts of a stream can be told from others.
-    """
-
-    def __init__(self, run: Any) -> None:
-        import torch
-
-        self._run = run
-        self._append: Callable[[bytes], None] | None = None
-        self._numbers, self._places = itertools.count(), torch.arange(2**16) << 16
-
-    def stamp(self, count: int) -> torch.Tensor:
-        """int64 [1, count]: number of an inference batch, place in it, its size."""
-        return self._places[None, :count] + (next(self._numbers) << 32 | count)
-
-    def add(self, versions: torch.Tensor, stamps: torch.Tensor) -> None:
-        """Writes a learner batch. Call it in the order of updates.
-
-        Args:
-          versions: policy_version [T + 1, B].
-          stamps: of each row [T + 1, B].
-        """
-        import torch
-
-        parts = versions, stamps >> 32, stamps >> 16 & 0xFFFF, stamps & 0xFFFF
-        x = torch.stack(parts, -1).int().numpy()
-        data = zlib.compress(np.diff(x, axis=0, prepend=np.int32(0)).tobytes(), 1)
-        self._append = self._append or begin_record(self._run)
-        self._append(len(data).to_bytes(4, "little") + data)
-
-
-def read_batches(path: pathlib.Path) -> Iterator[np.ndarray]:
-    """The learner batches of PolyBeast's record, in the order of updates.
-
-    Yields:
-      int32 [T + 1, B, 4]: version of the weights, number of the inference batch in
-      this start, place in it, its size.
-
-    Raises:
-      FileError: the file is no record.
-    """
-    header, data = read_whole(path)
-    at = 0
-    with using(path, "is no record of PolyBeast"):
-        shape = header["flags"]["unroll_length"] + 1, -1, 4
-        while at + 4 <= len(data):
-            start, at = at + 4, at + 4 + int.from_bytes(data[at : at + 4], "little")
-            if at > len(data):
-                return
-            changes = np.frombuffer(zlib.decompress(data[start:at]), np.int32)
-            yield changes.reshape(shape).cumsum(0, np.int32)
+        with writing(self._file.name):
+            self._file.write(np.array((who, value), EVENTS).tobytes())
+            self._file.flush()  # all of it, or an error

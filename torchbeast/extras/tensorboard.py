@@ -6,6 +6,7 @@ from typing import Any
 
 from torchbeast.base.errors import needing
 from torchbeast.base.flag import FREE, Group, flag
+from torchbeast.runs.files import writing
 
 
 class Flags(Group):
@@ -21,19 +22,13 @@ class TensorBoard:
         with needing("--tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
         self.folder = run.folder
-        with self.writing():
+        with writing(self.folder):
             # TensorBoard hides older points of these steps, which are logged again.
             first = run.learner.step + 1
             self.writer = SummaryWriter(str(run.folder), purge_step=first)
 
-    def writing(self) -> Any:
-        """A block that raises RunFileError if the disk is full."""
-        from torchbeast.runs.files import writing
-
-        return writing(self.folder)
-
     def row(self, row: dict[str, Any]) -> None:
-        with self.writing():
+        with writing(self.folder):
             for name, value in row.items():
                 if value is not None and name != "step":
                     # An evaluation is of earlier weights than its row.
@@ -41,5 +36,4 @@ class TensorBoard:
                     self.writer.add_scalar(name, value, step)
 
     def close(self, status: int) -> None:
-        with self.writing():
-            self.writer.close()
+        self.writer.close()

@@ -93,9 +93,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
         servers = Supervisor(serve, flags, addresses(flags))
         stack.callback(servers.stop)
         if getattr(flags, "metrics_port", 0):
-            endpoint = parts.optional("metrics").Endpoint(
-                flags, servers.collect, servers.liveness, servers.readiness
-            )
+            endpoint = parts.optional("metrics").Endpoint(flags, servers)
             stack.callback(endpoint.close)
         while not connection.wait(until, 0):
             servers.watch(1.0, until)

@@ -94,8 +94,6 @@ def infer(
         else:
             row_number += 1
         outputs, state = act_step(net, row, state, choose, policy_version)
-        if streams.order:
-            outputs["_inference"] = streams.order.stamp(count)
         answers = map_nested(
             lambda x, count=count: x[:, :count].cpu(), (outputs, tuple(state))
         )
@@ -169,7 +167,6 @@ def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
     learner, B = run.learner, run.flags.batch_size
     rows, initial_state = rollouts
     rows = as_stored(rows, streams.env_fields)
-    stamps = rows.pop("_inference", None)  # with --record
     for first in range(0, rows["done"].shape[1], B):
         part = slice(first, first + B)
         with devices.copying(learner.device):
@@ -182,8 +179,6 @@ def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
         with run.updating() as wanted:
             if not wanted:
                 return False
-            if streams.order:
-                streams.order.add(rows["policy_version"][:, part], stamps[:, part])
             run.add(learn(learner, batch, state))
     run.wake()
     return True

@@ -6,7 +6,6 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -150,7 +149,6 @@ class Streams:
 
     Attributes:
       env_fields: fields of a row from the environments, see core/rollout.py.
-      order: with --record, else None.
     """
 
     def __init__(self, run: Run, envs: RemoteEnvs, device: torch.device) -> None:
@@ -159,11 +157,6 @@ class Streams:
         self.env_fields = rollout.env_fields(
             spec.observation_space, learner.model.distribution
         )
-        self.order: Any = None
-        if getattr(flags, "record", False):
-            from torchbeast.extras.record import InferenceOrder  # optional
-
-            self.order = InferenceOrder(run)
         parts = [[x] for x in envs.addresses] if flags.sync else [envs.addresses]
         self.groups = [
             StreamGroup(

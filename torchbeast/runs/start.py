@@ -75,9 +75,6 @@ class Start(NamedTuple):
         step = self.saved["stats"]["step"] if self.saved else 0
         if step < flags.total_steps or not read_meta(path).get("successful"):
             return False
-        for what in filter(None, parts.call("left", flags, path, step)):
-            log.info("What is left is %s.", what)
-            return False
         log.info(
             "The run %s is at step %d of --total_steps %d already. To continue it, "
             "raise --total_steps.",
