@@ -387,7 +387,9 @@ def test_another_run_of_the_same_name_is_refused(tmp_path, soon):
         assert (other / "model.tar").read_bytes() == before
 
 
-def test_of_two_processes_that_write_the_later_one_goes_on(tmp_path, soon, caplog):
+def test_of_two_processes_that_write_the_later_one_goes_on(
+    tmp_path, soon, caplog, monkeypatch
+):
     url, copy = str(tmp_path / "mirror"), tmp_path / "mirror" / "a"
     (tmp_path / "mirror").mkdir()
     save(tmp_path / "a", 5)
@@ -395,6 +397,7 @@ def test_of_two_processes_that_write_the_later_one_goes_on(tmp_path, soon, caplo
     watched_runs.wait_until(lambda: first.copied_at, "the first copy")
     assert "was not closed" not in caplog.text
     save(tmp_path / "b" / "a", 6)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
     second = mirror.Mirror(url, tmp_path / "b" / "a")
     assert f"was not closed by its 'process {os.getpid()} of" in caplog.text
     watched_runs.wait_until(lambda: second.copied_at, "the second copy")
