@@ -18,6 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 import runs
+import torch
 from gymnasium import spaces
 
 from torchbeast.extras import record
