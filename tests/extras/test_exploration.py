@@ -299,7 +299,7 @@ def test_the_shape_of_what_a_method_returns_is_checked(field, monkeypatch):
 
     monkeypatch.setattr(learner.explorer.method, "explore", wrong)
     T, B = batch["reward"].shape
-    match = rf"the {field} has the shape \[{T - 1}, {B}, 1\]; .* \[{T - 1}, {B}\]"
+    match = rf"the {field} has the shape \[{T - 1}, {B}, 1\], not .* \[{T - 1}, {B}\]"
     with pytest.raises(ValueError, match=match):
         learner.explorer.explore(batch)
 
@@ -335,7 +335,7 @@ def test_what_is_not_finite_ends_the_run(tmp_path, method):
     process = runs.start_words(words)
     output = runs.finish(process)
     assert process.returncode == 1
-    assert "loss or the gradient of --explorer are not finite" in output
+    assert "loss or gradient of --explorer are not finite" in output
     # Before its first bad update.
     if method == "Steep":
         assert runs.read_logs(tmp_path, "run") == []

@@ -1,7 +1,5 @@
 """Rewards that the learner makes itself, see method.py."""
 
-from typing import Any
-
 from torchbeast.base.flag import Group, flag
 
 
@@ -12,11 +10,3 @@ class Flags(Group):
         "a class that adds rewards for exploring, such as "
         "examples.exploration.rnd:RND", metavar="MODULE:CLASS[JSON]")
 # fmt: on
-
-
-def resolve(flags: Any) -> None:
-    """Raises FlagError if --explorer names no Method."""
-    if flags.explorer:
-        from torchbeast.extras.explorer.method import find_method
-
-        find_method(flags.explorer)

@@ -1,8 +1,7 @@
 """Rewards that the learner makes itself: --explorer MODULE:CLASS[JSON].
 
 Such a class is a method: a torch module with networks of its own. The learner gives it
-each batch, before it learns from it, and adds what it returns to the rewards. This file
-says what a method has; those of examples/exploration are six.
+each batch and adds what it returns to the rewards. Six are in examples/exploration.
 """
 
 import abc
@@ -25,8 +24,7 @@ from torchbeast.core.rollout import State, valid_steps
 class ExplorerActor(torch.nn.Module):
     """The part of a method that acts: per-episode state, and fields of the row.
 
-    It is part of the model, so that actors get its weights with those of the policy. A
-    method that needs none has `actor = None`.
+    It is part of the model, so that actors get its weights with those of the policy.
     """
 
     def initial_state(self, batch_size: int) -> State:
@@ -79,7 +77,7 @@ class Method(torch.nn.Module, abc.ABC):
         self.actor: ExplorerActor | None = None  # a class attribute would hide it
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of its networks, those of `actor` included; None: none."""
+        """The optimizer of its networks and its actor's; None: none."""
         weights = [x for x in self.parameters() if x.requires_grad]
         return torch.optim.Adam(weights, lr=1e-4) if weights else None
 
@@ -93,20 +91,14 @@ class Method(torch.nn.Module, abc.ABC):
         """
 
 
-def find_method(explorer: str) -> tuple[Any, dict[str, Any]]:
-    """What find_named() finds. Raises FlagError if it is no Method."""
-    kind, arguments = find_named("--explorer", explorer)
-    if not (isinstance(kind, type) and issubclass(kind, Method)):
-        base = f"{Method.__module__}.Method"
-        raise FlagError(f"--explorer {explorer} is no class with the base {base}")
-    return kind, arguments
-
-
 def make_method(explorer: str | None, *about: Any) -> Any:
     """Makes the Method that --explorer names; None without a name. Raises UserError."""
     if not explorer:
         return None
-    kind, arguments = find_method(explorer)
+    kind, arguments = find_named("--explorer", explorer)
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        base = f"{Method.__module__}.Method"
+        raise FlagError(f"--explorer {explorer} is no class with the base {base}")
     return kind(*about, **arguments)
 
 
@@ -145,15 +137,13 @@ class Explorer:
         found = self.method.explore(rows, valid)
         for name, x in ("reward", found.reward), ("discount", found.discount):
             if x is not None and x.shape != valid.shape:
-                raise ValueError(
-                    f"--explorer: the {name} has the shape {list(x.shape)}; it needs "
-                    f"that of the steps, [T, B] = {list(valid.shape)}"
-                )
+                shapes = f"{list(x.shape)}, not [T, B] = {list(valid.shape)}"
+                raise ValueError(f"--explorer: the {name} has the shape {shapes}")
         columns: dict[str, Any] = {"mean_intrinsic_reward": mean(found.reward, valid)}
         sums = []
         if learns := self.optimizer is not None and found.loss is not None:
-            columns["explorer_loss"] = found.loss
-            columns["explorer_grad_norm"] = self._gradient(found.loss)
+            columns |= {"explorer_loss": found.loss}
+            columns |= {"explorer_grad_norm": self._gradient(found.loss)}
             sums = ["explorer_loss"]
         numbers = means.fetch(join_columns(columns, found.columns), sums)
 
@@ -161,8 +151,7 @@ class Explorer:
             row = spread(numbers())
             if not all(math.isfinite(row[name] or 0) for name in columns):
                 raise FloatingPointError(
-                    "the rewards, the loss or the gradient of --explorer are not "
-                    f"finite: {row}"
+                    f"rewards, loss or gradient of --explorer are not finite: {row}"
                 )
             return row
 
@@ -173,8 +162,6 @@ class Explorer:
             self.optimizer.zero_grad()  # the policy's update must not see them
         rows = rows | {"intrinsic_reward": pad(found.reward)}
         if self.method.value_head:
-            if found.discount is None:
-                raise ValueError("--explorer: a value_head needs a discount")
             rows["intrinsic_discount"] = pad(found.discount)
             # The method's value of a truncated episode's last observation is not used.
             rows["truncation_value"] = rows["truncation_value"][..., 0]

@@ -26,16 +26,12 @@ from torchbeast.runs.start import print_warnings_only
 COPY_SECONDS = 3600.0  # for a replay of 700 GB at 200 MB/s
 
 
-class RankError(UserError, RuntimeError):
-    """Another learner has ended, or hangs."""
-
-
 @contextlib.contextmanager
 def joined(flags: Any) -> Iterator[Alone]:
     """Inside, this process is one of the ranks that torchrun has started.
 
-    A wait for the other ranks ends after twice the longest time that one may wait for
-    its environments, and not before rank 0 can have saved or loaded a replay.
+    It waits for the others twice as long as one may wait for its environments, and
+    until rank 0 can have saved or loaded a replay.
     """
     kind, gpus = hardware.accelerators()
     own = dist.get_default_backend_for_device(kind)  # of CUDA's GPUs: nccl
@@ -62,10 +58,9 @@ def _waiting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankError(
-            f"learner {dist.get_rank()} of {dist.get_world_size()} waited in vain for "
-            "the others: one has ended or hangs, and its own log lines say why. "
-            f"({error})"
+        raise UserError(
+            f"learner {dist.get_rank()} of {dist.get_world_size()} waited in vain: "
+            f"another one has ended or hangs, and its log says why ({error})"
         ) from error
 
 
@@ -79,15 +74,8 @@ class Several(Alone):
         return dist.get_world_size()
 
     def local_gpu(self, count: int) -> int | None:
-        """Raises FlagError if this machine has more ranks than GPUs."""
-        if self.size() == 1 or not count:
-            return None
-        if (number := int(os.environ["LOCAL_WORLD_SIZE"])) > count:
-            raise FlagError(
-                f"{number} learners can't share {count} GPUs: start as many with "
-                "torchrun, or give --disable_cuda"
-            )
-        return int(os.environ["LOCAL_RANK"])
+        several = count and self.size() > 1
+        return int(os.environ["LOCAL_RANK"]) if several else None
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach()
@@ -97,30 +85,27 @@ class Several(Alone):
         return x
 
     def totals(self, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        device = next(iter(row.values())).device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        flat = self.total(torch.cat([x.to(wide).flatten() for x in row.values()]))
-        parts = flat.split([x.numel() for x in row.values()])
-        return {
-            name: part.to(x.dtype).view(x.shape)
-            for (name, x), part in zip(row.items(), parts, strict=True)
-        }
+        return dict(zip(row, self._sums([*row.values()], torch.float64), strict=True))
+
+    def _sums(self, tensors: list[torch.Tensor], dtype: Any) -> list[torch.Tensor]:
+        """The sums of tensors over all ranks, by one message of this dtype."""
+        flat = self.total(torch.cat([x.to(dtype).flatten() for x in tensors]))
+        parts = zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)
+        return [part.to(x.dtype).view(x.shape) for part, x in parts]
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         weights = [weight for weight in parameters if weight.requires_grad]
-        gradients = []
         for weight in weights:  # all ranks send the same numbers
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            gradients.append(weight.grad)
-        flat = self.total(torch.cat([x.flatten() for x in gradients]))
-        parts = flat.split([x.numel() for x in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view(gradient.shape))
+        gradients: Any = [weight.grad for weight in weights]
+        sums = self._sums(gradients, torch.float32)
+        for gradient, x in zip(gradients, sums, strict=True):
+            gradient.copy_(x)
 
     def joined(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        own = x.contiguous()
-        own = own.view(torch.uint8) if x.dtype == torch.bool else own  # gloo lacks bool
+        # gloo lacks bool
+        own = x.contiguous().view(torch.uint8 if x.dtype == torch.bool else x.dtype)
         parts = [torch.empty_like(own) for _ in range(self.size())]
         with _waiting():
             dist.all_gather(parts, own)
@@ -147,24 +132,23 @@ class Several(Alone):
     @contextlib.contextmanager
     def begun(self, begin: Callable[[], Any]) -> Iterator[Any]:
         """The other ranks write into folders that are removed at the end."""
-        if self.rank() == 0:
-            with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            folders: list[Any] = []
 
-                def first() -> Any:
-                    start = stack.enter_context(begin())
-                    folders.append(start.folder)
-                    return start._replace(folder=None)  # its lock stays here
+            def first() -> Any:
+                start = stack.enter_context(begin())
+                folders.append(start.folder)
+                return start._replace(folder=None)  # its lock stays here
 
-                folders: list[RunFolder] = []
-                start = self.of_first(first)
-                yield start._replace(folder=folders[0])
-            return
-        found = self.of_first(begin)
-        print_warnings_only()
-        with tempfile.TemporaryDirectory() as savedir:
-            flags = found.flags.replace(savedir=savedir, disable_checkpoint=True)
-            with contextlib.closing(RunFolder(savedir, flags.xpid)) as folder:
-                yield found._replace(flags=flags, folder=folder)
+            start = self.of_first(first)
+            if self.rank():
+                print_warnings_only()
+                savedir = stack.enter_context(tempfile.TemporaryDirectory())
+                flags = start.flags.replace(savedir=savedir, disable_checkpoint=True)
+                start = start._replace(flags=flags)
+                own = RunFolder(savedir, flags.xpid)
+                folders.append(stack.enter_context(contextlib.closing(own)))
+            yield start._replace(folder=folders[0])
 
     def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
         with _waiting():
@@ -175,19 +159,15 @@ class Several(Alone):
 
 
 def share_out(saved: dict[str, Any], learners: int, typed: set[str]) -> None:
-    """Changes the flags so that all ranks together act and learn as `learners` did.
-
-    Raises:
-      FlagError: they can't share something equally, and it was not typed.
-    """
+    """Changes the flags so that all ranks together act and learn as `learners` did."""
     for name in ("num_actors", "batch_size"):
         if saved.get(name) is None:
             continue
         own, left = divmod(saved[name] * learners, ranks.size())
         if left and name not in typed:
+            what = f"{learners} x --{name} {saved[name]}"
             raise FlagError(
-                f"{ranks.size()} learners can't share the --{name} of {learners} "
-                f"equally, which was {saved[name]} each: give --{name}"
+                f"{ranks.size()} learners can't share {what}: give --{name}"
             )
         saved[name] = max(1, own)
     for name in {"num_buffers", "max_learner_queue_size"} & saved.keys():
