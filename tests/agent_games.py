@@ -105,27 +105,6 @@ class Split(ParallelEnv):
         return tuple(map(self._all, results))
 
 
-class Relay(Split):
-    """The first plays 3 steps; when it ends, the second begins and plays 5."""
-
-    def reset(self, seed=None, options=None):
-        self.agents, self.steps = ["left"], 0
-        return {"left": np.ones(3, np.float32)}, {"left": {}}
-
-    def step(self, actions):
-        self.steps += 1
-        (agent,) = self.agents
-        over = self.steps == (3 if agent == "left" else 8)
-        begins = ["right"] * (over and agent == "left")
-        self.agents = begins if over else [agent]
-        named = [agent, *begins]
-        rewards, ends = dict.fromkeys(named, 0.0), dict.fromkeys(named, False)
-        rewards[agent], ends[agent] = 1.0, over
-        observations = {x: np.ones(3, np.float32) for x in named}
-        cuts, infos = dict.fromkeys(named, False), {x: {} for x in named}
-        return observations, rewards, ends, cuts, infos
-
-
 class Uneven(Split):
     """One agent observes more than the other."""
 
@@ -136,18 +115,6 @@ class Uneven(Split):
 class UnevenActions(Split):
     def action_space(self, agent):
         return spaces.Discrete(2 if agent == "left" else 3)
-
-
-class Alone(Split):
-    possible_agents = ("left",)
-
-    def reset(self, seed=None, options=None):
-        return *super().reset()[:1], {}
-
-    def step(self, actions):
-        result = super().step({**actions, "right": 1})
-        self.agents = self.agents[:1]
-        return result
 
 
 class Faulty(Split):

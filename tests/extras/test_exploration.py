@@ -10,16 +10,15 @@ from environments import CombinationLock
 from gymnasium import spaces
 from test_learner import make_batch, make_learner
 
-from examples.exploration.common import EpisodicCounts, Hash
+from examples.exploration.common import EpisodicCounts
 from examples.exploration.counts import Counts
 from examples.exploration.rnd import RND
 from torchbeast.base.errors import FlagError
-from torchbeast.core import means, rollout
 from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.values import AGENT
 from torchbeast.extras.explorer.method import make_method
-from torchbeast.learner import learn, model_loss
+from torchbeast.learner import learn
 from torchbeast.monobeast import make_parser
 
 pytestmark = pytest.mark.timeout(300)
@@ -145,21 +144,6 @@ def test_rnd_goes_on_beyond_episodes_but_not_for_an_agent_that_is_gone():
     assert torch.equal(found.discount, 0.7 * present[1:].float())
 
 
-def test_equal_observations_have_equal_hashes_and_others_differ():
-    space = spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Discrete(4)})
-    buckets = Hash(space, 2**20)
-    a, b = torch.rand(50, 2, 3), torch.randint(4, (50, 2))
-    first = buckets({"a": a, "b": b})
-    assert first.shape == (50, 2)
-    assert torch.equal(first, buckets({"a": a.clone(), "b": b.clone()}))
-    assert len(first.unique()) >= 99
-    zeros = [{"a": x * torch.zeros(1, 1, 3), "b": b[:1, :1]} for x in (1, -1)]
-    assert torch.equal(*map(buckets, zeros))
-    assert not torch.equal(first, buckets({"a": a, "b": (b + 1) % 4}))
-    moved = a + torch.tensor([0, 1e-6, 0])
-    assert (first != buckets({"a": moved, "b": b})).float().mean() > 0.9
-
-
 def test_counts_of_an_episode():
     counts = EpisodicCounts(spaces.Discrete(7), buckets=512)
     state = counts.initial_state(2)
@@ -239,39 +223,6 @@ def test_the_loss_has_both_rewards(head):
     assert ("mean_value_1" in row) == head
 
 
-@pytest.mark.parametrize("more", [(), ("--use_lstm",)], ids=["", "lstm"])
-@pytest.mark.parametrize("method", [COUNTS, RANDOM])
-def test_cut_rollouts_have_the_rewards_and_values_of_whole_ones(method, more):
-    """With targets of one step. A longer trace of RND's value ends with a column."""
-    losses = []
-    for cut in (False, True):
-        learner = make_learner("--explorer", method, "--trace_decay", "0", *more)
-        rows, state = make_batch(learner)
-        if cut:
-            rows, state = rollout.cut_at_episodes(rows, state)
-        rows, columns = learner.explorer.explore(rows)
-        _, sums, found = model_loss(learner, rows, state, 0.0)
-        found = means.fetch(sums | found, sums)()
-        found |= {"reward": columns()["mean_intrinsic_reward"]}
-        found |= {"counts": getattr(learner.explorer.method, "counts", 0)}
-        losses.append({k: torch.as_tensor(x).detach() for k, x in found.items()})
-    for name in ("baseline_loss", "mean_value", "reward", "counts"):
-        torch.testing.assert_close(losses[1][name], losses[0][name], msg=name)
-
-
-def test_a_resume_takes_the_settings_of_the_methods_optimizer():
-    learner = make_learner("--explorer", RANDOM)
-    learn(learner, *make_batch(learner)).finish()
-    saved = {**learner.state_dict(), "flags": learner.flags.as_dict()}
-    other = make_learner("--explorer", RANDOM + '{"learning_rate": 0.5}')
-    other.load_state_dict(saved)
-    optimizers = [x.explorer.optimizer.state_dict() for x in (learner, other)]
-    assert optimizers[1]["param_groups"][0]["lr"] == 0.5
-    moments = [x["state"][0]["exp_avg"] for x in optimizers]
-    assert moments[0].any()
-    assert torch.equal(*moments)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -317,15 +268,6 @@ def test_a_column_named_like_another_is_refused(name, monkeypatch):
     monkeypatch.setattr(learner.explorer.method, "explore", with_column)
     with pytest.raises(ColumnError, match=f"two columns named {name}"):
         learn(learner, *make_batch(learner)).finish()
-
-
-@pytest.mark.parametrize("method", [COUNTS, RANDOM])
-def test_with_what_changes_a_batch(tmp_path, method):
-    more = {"updates_per_batch": 2, "minibatches": 2, "normalize_rewards": True}
-    flags = {**runs.SMALL, "explorer": method, "rollouts": "episode", **more}
-    output = runs.run(tmp_path, "run", **flags)
-    assert "Finished at step 600" in output
-    assert column(runs.read_logs(tmp_path, "run"), "mean_intrinsic_reward")
 
 
 @pytest.mark.parametrize("method", ["Broken", "Steep"])

@@ -3,7 +3,6 @@
 import collections
 import math
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,6 @@ from examples.exploration.common import Deviation
 from examples.exploration.e3b import E3B
 from examples.exploration.noveld import NovelD
 from examples.exploration.ride import RIDE
-from examples.exploration.staggered import Staggered
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
@@ -264,30 +262,6 @@ def test_amigo_rewards_no_goal_across_an_end_in_a_replay():
     assert not amigo.explore(rows, valid).reward.any()
 
 
-def test_amigos_threshold_rises_after_ten_good_batches():
-    amigo = AMIGo(GRID, make_distribution(ACTIONS), batch_size=2)
-
-    def learn(steps, reached=True):
-        amigo.waiting = {
-            "grid": torch.zeros(2, *GRID.shape, dtype=torch.uint8),
-            "goal": torch.tensor([0, 1]),
-            "steps": torch.tensor([steps - 1, 0]),
-            "reached": torch.tensor([reached, True]),
-            "won": torch.zeros(2, dtype=torch.bool),
-        }
-        assert amigo.teach() is not None
-        assert amigo.waiting == {}
-        return float(amigo.least_steps)
-
-    assert [learn(7) for _ in range(9)] == [7] * 9
-    assert learn(6) == 7  # too near: the count begins anew
-    assert [learn(7) for _ in range(10)] == [7] * 9 + [8]
-    assert [learn(8) for _ in range(9)] == [8] * 9
-    assert learn(8, reached=False) == 8
-    assert [learn(8) for _ in range(10)] == [8] * 9 + [9]
-    assert [learn(9) for _ in range(10)] == [9] * 9 + [10]
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_padding_has_no_reward_and_no_loss(name):
     """--rollouts episode cuts at episodes: the rows around one do not count."""
@@ -339,27 +313,6 @@ def test_normalized_rewards_have_a_sum_beside_the_methods_state(use_lstm):
     torch.testing.assert_close(
         after[place].flatten(), torch.from_numpy(sums[0]).float()
     )
-
-
-def test_staggered_environments_differ_in_their_first_episode_alone():
-    limit, firsts = 20, []
-    for seed in range(12):
-        env = Staggered(gymnasium.make("MountainCar-v0", max_episode_steps=30), limit)
-        plain = gymnasium.make("MountainCar-v0", max_episode_steps=30)
-        lengths = []
-        for game in range(3):
-            first, _ = env.reset(seed=seed + game)
-            assert np.array_equal(first, plain.reset(seed=seed + game)[0])
-            over, steps = False, 0
-            while not over:
-                found, expected = env.step(1), plain.step(1)
-                assert np.array_equal(found[0], expected[0])
-                steps, over = steps + 1, found[3]
-            lengths.append(steps)
-        firsts.append(lengths[0])
-        assert lengths[1:] == [30, 30]
-    assert set(firsts) <= set(range(1, limit + 1))
-    assert len(set(firsts)) > 5
 
 
 def test_values_that_are_not_finite_do_not_stay():

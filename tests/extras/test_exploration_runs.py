@@ -7,7 +7,6 @@ import torch
 from environments import CombinationLock
 from test_exploration_methods import NAMES
 from test_polybeast_sync import assert_logs_agree
-from test_ranks import logs
 
 ALL = {
     **NAMES,
@@ -67,22 +66,6 @@ def test_a_run_with_replay_of_episodes(tmp_path, name):
     assert any(float(row["mean_intrinsic_reward"]) > 0 for row in rows)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ALL)
-def test_two_learners_make_the_updates_of_one(tmp_path, name):
-    flags = {**SYNC, "explorer": ALL[name], "disable_checkpoint": True}
-    if name == "amigo":
-        flags |= SHORT
-    flags |= {"num_actors": 2, "total_steps": 6 * 20 * 12}
-    runs.run(tmp_path, "one", **flags | {"batch_size": 6})
-    part = {"num_actors": 1, "batch_size": 3}
-    output = runs.run_learners(2, tmp_path, "all", **flags | part)
-    together = logs(tmp_path, "all")
-    assert len(together) == 12, output
-    assert_logs_agree(logs(tmp_path, "one"), together, 1e-4)
-
-
 QUICK_LEARNING = {
     "preset": "classic-control",
     "num_actors": 2,
@@ -115,15 +98,3 @@ def mean(rows, name):
 def test_what_random_play_does_not_find(tmp_path, name):
     rows = train(tmp_path, name, **LOCK)
     assert mean(rows[-10:], "mean_game_return") > 0.3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_amigos_goals_get_farther_and_are_reached(tmp_path):
-    """t* begins at 3. Without learning it stays there, and 0.08 more are reached."""
-    flags = {**QUICK_LEARNING, "env": "environments:Corridor", "total_steps": 28_000}
-    rows = train(tmp_path, "amigo", env_kwargs='{"length": 13}', **flags)
-    begin, end = rows[:30], rows[-20:]
-    reached = [mean(x, "goals_reached") / mean(x, "goals") for x in (begin, end)]
-    assert reached[0] + 0.15 < reached[1]
-    assert mean(end, "goal_least_steps") > 4.5

@@ -74,7 +74,7 @@ def test_starts_that_only_fill_the_replay_are_saved(tmp_path, save):
     """Steps and games count, also without an update."""
     flags = {**LASER, "learn_start": 350, "total_steps": 300}
     flags["save_replay"] = save or None
-    assert "Learning begins at 350" in runs.run(tmp_path, "laser", **flags)
+    assert "Learning begins at 350 steps" in runs.run(tmp_path, "laser", **flags)
     before = runs.read_logs(tmp_path, "laser")
     assert not learned(before)
     path = tmp_path / "laser" / "model.tar"

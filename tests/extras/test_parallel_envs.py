@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from loss_cases import B, T, loss_of, make_batch
-from small_envs import declare, env_flags
+from small_envs import env_flags
 from test_evaluate import make_flags, make_weights
 
 from torchbeast import monobeast
@@ -17,7 +16,6 @@ from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.named import find_object
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
-from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.learner import Learner, learn
 from torchbeast.local.env_spec import EnvSpec, find_env_spec
@@ -145,38 +143,6 @@ def check_row(envs, row, e, i, wanted):
         assert last[WHO][e].sum() == 1
 
 
-def test_one_agent_needs_no_number():
-    envs = Environment(env_flags("agent_games:Alone"), 2)
-    assert envs.initial()["observation"].tolist() == [[1] * 3] * 2
-    for t in range(1, 9):
-        row = envs.step(np.array([0, 1]))
-        assert row["episode_return"].tolist() == [t, 0]
-    assert row["game_over"].all()
-
-
-def test_extra_fields(monkeypatch):
-    field = ExtraField((2,), np.int64, of="step")
-    declare(monkeypatch, pair=field)
-
-    class Told(agent_games.Fading):
-        def _results(self, actions):
-            observations, infos = super()._results(actions)
-            for agent in infos:
-                infos[agent] = {"pair": [self.steps, ord(agent)]}
-            return observations, infos
-
-    monkeypatch.setattr(agent_games, "Told", Told, raising=False)
-    envs = Environment(env_flags("agent_games:Told"), 3)
-    present = envs.initial()["observation"][WHO].any(1)
-    for _ in range(30):
-        row = envs.step(np.zeros(3, int))
-        for i in range(3):
-            length = row["episode_step"][i]
-            wanted = [length, ord("abc"[i])] if present[i] else [0, 0]
-            assert row["pair"][i].tolist() == wanted
-        present = row["observation"][WHO].any(1)
-
-
 @pytest.mark.parametrize("masked", ["observation", "info"])
 def test_action_masks(masked):
     env_kwargs = json.dumps({"masked": masked})
@@ -246,37 +212,6 @@ def test_what_names_a_parallel_environment(env):
 # --- The loss -------------------------------------------------------------------------
 
 
-def test_the_steps_of_absent_agents_do_not_count():
-    """As if `valid` had said so, also beside it."""
-    batch, outputs = make_batch()
-    mask = np.ones((T + 1, B), bool)
-    mask[2:4, 0] = mask[1, 2] = False
-    numbers = np.zeros((T + 1, B, 2), np.int8)
-    numbers[..., 1] = mask
-    more = np.ones((T + 1, B), bool)
-    more[4, 1] = False
-
-    def gradients(**fields):
-        observation = np.zeros((T + 1, B))
-        if "number" in fields:
-            observation = {WHO: fields.pop("number")}
-        learned = {k: torch.tensor(x).requires_grad_() for k, x in outputs.items()}
-        rows = {**batch, **fields, "observation": observation}
-        loss_of(rows, learned)[0].backward()
-        return {name: x.grad for name, x in learned.items()}
-
-    for given, wanted in (
-        (gradients(number=numbers), gradients(valid=mask)),
-        (
-            gradients(number=numbers, valid=more),
-            gradients(valid=mask & more),
-        ),
-    ):
-        for name, x in given.items():
-            torch.testing.assert_close(x, wanted[name])
-            assert not x[~torch.as_tensor(np.vstack([mask[:-1], mask[-1:]]))].any()
-
-
 @pytest.mark.parametrize("rollouts", ["fixed", "episode"])
 @pytest.mark.parametrize("core", [(), ("--use_lstm",)])
 def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
@@ -315,17 +250,6 @@ def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
         assert columns["mean_episode_step"] == pytest.approx(lengths.float().mean())
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_a_batch_without_any_agent_teaches_nothing():
-    batch, outputs = make_batch()
-    batch["observation"] = {WHO: np.zeros((T + 1, B, 2))}
-    learned = {k: torch.tensor(x).requires_grad_() for k, x in outputs.items()}
-    loss, columns = loss_of(batch, learned, normalize_advantages=True)
-    loss.backward()
-    assert loss.item() == 0
-    assert not any(x.grad.any() for x in learned.values())
-    assert columns["entropy"] is columns["mean_value"] is None
 
 
 # --- Runs -----------------------------------------------------------------------------
@@ -412,9 +336,3 @@ def test_a_test_game_by_hand():
         assert game.length == max(env.lives.values())
         least = sum(env.lives[x] * 3 * (ord(x) - 96) for x in "abc") / 3
         assert least <= game.game_return <= 2 * least
-
-
-def test_a_test_game_in_which_one_begins_as_the_last_one_ends():
-    flags = make_flags("--env", "agent_games:Relay", "--envs_per_actor", "2")
-    games = list(evaluate.play(flags, make_weights(flags), range(9)))
-    assert [game[1:] for game in games] == [(4.0, 5)] * 9

@@ -213,24 +213,6 @@ def test_sync_resumes_with_another_number_of_learners(tmp_path):
         assert [x[name] for x in rows[20:]] == [x[name] for x in one[20:]]
 
 
-@runs.needs_proc
-def test_the_schedule_goes_on_if_the_same_words_start_more_learners(tmp_path):
-    flags = {**runs.SMALL, "total_steps": 40_000}
-    process = runs.start(tmp_path, "all", **flags)
-    wait_for_step(tmp_path, "all", 3000, process)
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)
-    before = int(runs.read_logs(tmp_path, "all")[-1]["step"])
-    process = torchrun(2, tmp_path, "all", **flags)
-    wait_for_step(tmp_path, "all", before + 200, process)
-    os.kill(process.pid, signal.SIGTERM)
-    finish(process, 60)
-    rows = [x for x in runs.read_logs(tmp_path, "all") if int(x["step"]) > before]
-    for row in rows[:5]:
-        left = 1 - (int(row["step"]) - 20) / 40_000  # of a batch of both learners
-        assert float(row["learning_rate"]) == pytest.approx(0.0007 * left, rel=2e-3)
-
-
 def test_polybeasts_servers_live_until_all_learners_have_stopped(tmp_path):
     """torchrun signals process groups, but the last common update needs the servers."""
     flags = {**runs.SMALL, "total_steps": 10**7, "module": "torchbeast.polybeast"}

@@ -79,21 +79,6 @@ def test_vector_environments_that_cannot_be_served(attributes, match, address):
         probe(address)
 
 
-@pytest.mark.parametrize(
-    ("extra", "match"),
-    [
-        ({"x": np.zeros(3)}, '"x".*num_envs, 2'),
-        ({"x": 3}, '"x".*num_envs, 2'),
-        ({"x": np.array(["a", "b"])}, '"x".*<U1'),
-        ({3: np.zeros(2)}, "keys.*3"),
-    ],
-)
-def test_extra_fields_that_cannot_be_served(extra, match, address):
-    make = functools.partial(Vector, extra=extra)
-    with serving(make, address), pytest.raises(RuntimeError, match=match):
-        probe(address)
-
-
 def test_truncated_needs_the_final_observation(address):
     make = functools.partial(
         Vector, {"truncated": [False, True]}, {"truncated": np.zeros(2, bool)}

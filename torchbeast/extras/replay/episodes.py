@@ -104,7 +104,7 @@ class Replay:
         self._slots = Slots(make(capacity, dtype=np.int64), self._make_room)
         self._complete: collections.deque[Episode] = collections.deque()  # oldest first
         self._open: list[Episode] = []  # unfinished; the one that grew first is first
-        self._readers: collections.deque[Reader] = collections.deque()
+        self._readers: list[Reader] = []
         self._rng = np.random.default_rng(seed)
 
     # --- Storing
@@ -124,7 +124,11 @@ class Replay:
 
     def _add_rollout(self, column: dict[str, Nested], step: int) -> None:
         done, T = column["done"], self.unroll_length
-        episode = Episode() if done[0] else self._take_open(column)
+        episode: Episode | None = Episode()
+        if not done[0]:  # None if a rollout before is lost
+            first = digest(column, 0)
+            episode = next((x for x in self._open if x.last_row == first), None)
+            self._open = [x for x in self._open if x is not episode]
         begin = 0
         for end in [*(np.flatnonzero(done[1:]) + 1).tolist(), T]:
             if end == begin:
@@ -145,14 +149,6 @@ class Replay:
         if episode is not None and not done[T]:
             episode.touched, episode.last_row = self._num_added, digest(column, T)
             self._open.append(episode)
-
-    def _take_open(self, column: dict[str, Nested]) -> Episode | None:
-        """The episode that a rollout continues; None if a rollout before is lost."""
-        first_row = digest(column, 0)
-        found = [x for x in self._open if x.last_row == first_row]
-        if found:
-            self._open.remove(found[0])
-        return found[0] if found else None
 
     def _append(
         self, episode: Episode, column: dict[str, Nested], begin: int, end: int
@@ -214,18 +210,16 @@ class Replay:
     # --- Replaying
 
     def read(self, n: int) -> tuple[dict[str, Nested], list[Reader]]:
-        """Reads n unrolls [T + 1, n, ...], NumPy. At least one episode is complete.
+        """Reads n unrolls [T + 1, n, ...], NumPy, if at least one episode is complete.
 
-        The field `valid` is False at the last step of an episode that was
-        truncated or cut.
+        `valid` is False at the last step of an episode that was truncated or cut.
 
         Returns:
           The rows; and the readers. Put the state before the last row into each.
         """
-        while len(self._readers) < n:
-            self._readers.append(Reader())
-        readers = [self._readers[i] for i in range(n)]
-        self._readers.rotate(-n)
+        self._readers += [Reader() for _ in range(n - len(self._readers))]
+        readers = self._readers[:n]
+        self._readers = self._readers[n:] + readers  # in turns
         plans = [self._plan(reader) for reader in readers]
         fronts, results, begins, valid = (
             np.stack(x, axis=1) for x in zip(*plans, strict=True)

@@ -1,12 +1,10 @@
 """The memory or the file that holds a replay, and replay.zip."""
 
-import functools
 import json
 import logging
 import math
 import mmap
 import os
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -29,32 +27,25 @@ def make_replay(flags: Any, spec: dict[str, Nested]) -> Replay:
     Raises:
       FlagError: it does not fit into the memory, or the file can't be made.
     """
-    sizes = []
+    path, sizes, free = flags.replay_file, [], free_memory()
+    if path and ranks.size() > 1:
+        path += f".{ranks.rank()}"  # each learner has its own
 
-    def measure(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def create(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         sizes.append(math.prod(shape) * dtype.itemsize)
-        return np.empty(0, dtype)
+        if path:
+            return file_array(path, shape, dtype)
+        if sum(sizes) > free:
+            raise FlagError(
+                f"--replay_size {flags.replay_size:,} needs more than the free memory, "
+                f"{free / 1e9:.3g} GB: lower it, or keep the replay in a --replay_file"
+            )
+        return np.zeros(shape, dtype)
 
-    about = spec, flags.replay_size, flags.unroll_length
-    Replay(*about, measure, flags.seed)
-    path, place, free = flags.replay_file, "memory", free_memory()
-    if path:
-        path += f".{ranks.rank()}" if ranks.size() > 1 else ""  # each has its own
-        place, free = f"--replay_file {path}", free_disk(path)
-    said = f"{flags.replay_size:,} steps: {sum(sizes) / 1e9:.3g} GB in {place}"
-    if sum(sizes) > free:
-        raise FlagError(
-            f"--replay_size: no room for {said}, where {free / 1e9:.3g} GB are free. "
-            "Lower it, or keep the replay in a --replay_file"
-        )
-    log.info("Replay of up to %s. Learning begins at %d.", said, flags.learn_start)
-    create: Any = functools.partial(file_array, path) if path else np.zeros
-    return Replay(*about, create, flags.seed)
-
-
-def free_disk(path: str) -> int:
-    with using(f"--replay_file {path}"):
-        return shutil.disk_usage(Path(path).absolute().parent).free
+    replay = Replay(spec, flags.replay_size, flags.unroll_length, create, flags.seed)
+    text = "The replay takes %.3g GB in %s. Learning begins at %d steps."
+    log.info(text, sum(sizes) / 1e9, path or "memory", flags.learn_start)
+    return replay
 
 
 def file_array(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -126,11 +117,10 @@ class Saved:
     """A guest of the run: its replay is saved and loaded with the checkpoints."""
 
     def __init__(self, run: Any) -> None:
-        self.replay, self.path = run.learner.mixer.replay, run.folder / "replay.zip"
-        self.saves = run.flags.save_replay
+        self.run, self.path = run, run.folder / "replay.zip"
         if run.resumed and self.path.exists():
-            load(self.replay, self.path, run.learner.step)
+            load(run.learner.mixer.replay, self.path, run.learner.step)
 
     def save(self, path: Path, step: int) -> None:
-        if self.saves:
-            save(self.replay, self.path, step)
+        if self.run.flags.save_replay:
+            save(self.run.learner.mixer.replay, self.path, step)
