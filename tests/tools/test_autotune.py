@@ -15,7 +15,7 @@ from cpu_time import process_tree
 from torchbeast.base.errors import FlagError
 from torchbeast.runs import flagset
 from torchbeast.tools import autotune, trial, variants
-from torchbeast.tools.autotune import Layout, choose, layouts, to_try
+from torchbeast.tools.autotune import Layout, choose, layouts
 from torchbeast.tools.trial import Tried
 
 
@@ -48,7 +48,7 @@ def test_all_layouts_are_allowed(line, cores):
     own = resolve(None)
     first, *others = layouts(resolve, cores)
     assert first == Layout(own.num_actors, own.envs_per_actor)
-    assert len(others) >= (2 if own.sync else 4)
+    assert 1 <= len(others) <= 4
     for layout in others:
         flags = resolve(layout)
         assert (flags.num_actors, flags.envs_per_actor) == layout
@@ -64,24 +64,13 @@ def test_polybeast_gets_whole_streams_per_batch():
 def test_typed_flags_stay():
     found = layouts(resolver("--num_actors 3"), 2)
     assert {x.num_actors for x in found} == {3}
+    assert len(found) > 3
     assert layouts(resolver("--num_actors 3 --envs_per_actor 5"), 2) == [(3, 5)]
 
 
 def test_the_choice_prefers_fewer_environments():
     assert choose({Layout(2, 8): 100.0, Layout(4, 8): 102.0}) == Layout(2, 8)
     assert choose({Layout(2, 8): 100.0, Layout(4, 8): 110.0}) == Layout(4, 8)
-
-
-def test_the_search_ends_at_the_fastest_layout_or_near_it():
-    choices = layouts(resolver("--preset minatar"), 4)
-    for best in choices:
-        speeds = {}
-        while len(speeds) < 12 and (x := to_try(choices, 4, speeds)):
-            assert x not in speeds
-            speeds[x] = 1000 / (1 + x.distance(best))
-        assert next(iter(speeds)) == choices[0]
-        assert choose(speeds).distance(best) <= 1
-    assert to_try(choices, 4, dict.fromkeys(choices, 1.0)) is None
 
 
 SMALL = "--env CartPole-v1 --batch_size 4 --unroll_length 5 --precision fp32"
@@ -93,7 +82,11 @@ def test_it_prints_flags_and_leaves_nothing(variant, tmp_path, capsys, monkeypat
     load(variant)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(trial, "START_SECONDS", 500.0)
-    monkeypatch.setattr(autotune, "TRIALS", 2)
+
+    def few(resolve, cores):
+        return layouts(resolve, cores)[:2]
+
+    monkeypatch.setattr(autotune, "layouts", few)
     line = f"{SMALL} --num_actors 2 --savedir {tmp_path}/runs"
     line += f" --mirror {tmp_path}/copy --eval_interval 100 --tensorboard"
     assert autotune.tune(variant, shlex.split(line), 0.4) == 0
@@ -121,13 +114,13 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
     line += f" --init_from y --mirror {tmp_path}/copy --metrics_port 1234"
     line += " --clip_ratio inf --replay_size 9000 --replay_ratio 1"
     assert autotune.tune("monobeast", shlex.split(line)) == 0
-    assert len({(x.num_actors, x.envs_per_actor) for x in seen}) == autotune.TRIALS
+    assert len({(x.num_actors, x.envs_per_actor) for x in seen}) == len(seen) == 5
     for flags in seen:
         assert (flags.preset, flags.learning_rate) == ("minatar", 0.003)
         assert (flags.replay_size, flags.learn_start) == (9000, 0)
         assert flags.disable_checkpoint
         assert not any((flags.wandb, flags.init_from, flags.mirror, flags.metrics_port))
-    assert capsys.readouterr().out.count("1,000 ") == autotune.TRIALS + 1
+    assert capsys.readouterr().out.count("1,000 ") == len(seen) + 1
 
 
 def test_flags_that_are_refused():

@@ -1,6 +1,6 @@
 """A checkpoint as an agent, for example in a notebook.
 
-This plays two steps:
+This plays two steps. Without a state, an episode begins:
 
     from torchbeast import load_agent
 
@@ -10,8 +10,6 @@ This plays two steps:
     action, state = agent.act(observation)
     observation, reward, terminated, truncated, _ = env.step(action)
     action, state = agent.act(observation, state, reward)
-
-Without a state, an episode begins.
 """
 
 from __future__ import annotations
@@ -33,16 +31,10 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
+from torchbeast.envs import values
 from torchbeast.envs.environment import Totals, example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
 from torchbeast.envs.make_env import create_env
-from torchbeast.envs.values import (
-    InvalidEnvironmentError,
-    describe,
-    parts_of,
-    plain_space,
-    read,
-)
 from torchbeast.flags import TRAINING, Flags
 from torchbeast.local.actors import TorchSettings
 from torchbeast.model import CHOICES, Net
@@ -160,14 +152,15 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
       Arrays [n, ...] nested as the space, n, and whether it was only one.
     """
     try:
-        one = read(space, observation)
+        one = values.read(space, observation)
         return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True
-    except InvalidEnvironmentError as error:
+    except values.InvalidEnvironmentError as error:
         with contextlib.suppress(LookupError, TypeError, ValueError):
-            subspaces = parts_of(space)
+            subspaces = values.parts_of(space)
             leaves = map_nested(lambda _, x: np.asarray(x), subspaces, observation)
             if n := len(flatten(leaves)[0]):
-                return map_nested(np.array, read(space, observation, (n,))), n, False
+                several = values.read(space, observation, (n,))
+                return map_nested(np.array, several), n, False
         raise ValueError(
             f"{error}. A batch of such observations is possible, too"
         ) from None
@@ -179,10 +172,8 @@ def _fill(
     """An argument of `act`, one value or [n, *shape], as a new array [n, *shape]."""
     array = np.asarray(value, dtype)
     if array.shape not in (shape, (n, *shape)):
-        raise ValueError(
-            f"{name} is {describe(array)}; its shape must be {list(shape)}, or "
-            f"{[n, *shape]} with one for each observation"
-        )
+        found = values.describe(array)
+        raise ValueError(f"{name} is {found}, not {list(shape)} or {[n, *shape]}")
     return np.broadcast_to(array, (n, *shape)).copy()
 
 
@@ -218,5 +209,5 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     flags.freeze()
     with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
         model = load_model(flags, env, saved["model_state_dict"])
-    actions = plain_space(env.envs.single_action_space)
+    actions = values.plain_space(env.envs.single_action_space)
     return Agent(flags, model, env.observation_space, actions)

@@ -2,13 +2,12 @@
 
     python -m torchbeast.tools.autotune monobeast --preset minatar    # or polybeast
 
-It starts short runs of the very command with other --num_actors and --envs_per_actor:
-first the flags' own and the largest layouts, then neighbours of the fastest so far.
+It starts short runs of the very command with other --num_actors and --envs_per_actor.
 They change how many environments act at once, and not what is learned from a batch.
 """
 
+import contextlib
 import logging
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from torchbeast.tools.trial import Tried, try_command
 
 log = logging.getLogger(__name__)
 
-SECONDS, TRIALS = 7.0, 5
+SECONDS = 7.0  # of a trial
 # Policy lag grows with the environments: at most as many per rollout of a batch as in
 # PolyBeast's default, unless the flags have more.
 MOST_ENVS_PER_ROLLOUT = 8
@@ -51,56 +50,41 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         return f"--num_actors {self[0]} --envs_per_actor {self[1]}"
 
-    def distance(self, other: "Layout") -> float:
-        """How many times one number doubles or halves from one to the other."""
-        return sum(abs(math.log2(x / y)) for x, y in zip(self, other, strict=True))
-
 
 def layouts(resolve: Callable[[Layout | None], Flags], cores: int) -> list[Layout]:
-    """The layouts to choose from. The run's own is the first.
+    """At most five: the flags' own, and the largest with an actor per core, or two.
 
     What the user has typed stays, and what `resolve` refuses is left out.
     """
     flags = resolve(None)
     own, B = Layout(flags.num_actors, flags.envs_per_actor), flags.batch_size
     most = max(own.num_envs, MOST_ENVS_PER_ROLLOUT * B)
-    numbers = {own.num_actors, 1, max(1, cores // 2), cores, 2 * cores}
-    sizes = {own.envs_per_actor, *(2**i for i in range(8))}
+    numbers, sizes = [cores, 2 * cores], [2**i for i in range(8)]
     if "num_actors" in flags.typed:
-        numbers = {own.num_actors}
+        numbers = [own.num_actors]
     if "envs_per_actor" in flags.typed:
-        sizes = {own.envs_per_actor}
-    found = [own]
-    for layout in (Layout(A, E) for A in sorted(numbers) for E in sorted(sizes)):
+        sizes = [own.envs_per_actor]
+
+    def is_allowed(layout: Layout) -> bool:
         E = layout.envs_per_actor
         # PolyBeast's batches have whole streams.
-        if layout.num_envs <= most and max(B, E) % min(B, E) == 0 and layout != own:
-            try:
-                resolve(layout)
-            except FlagError:
-                continue
-            found.append(layout)
-    return found
+        if layout.num_envs > most or max(B, E) % min(B, E):
+            return False
+        with contextlib.suppress(FlagError):
+            return bool(resolve(layout))
+        return False
+
+    found = [own]
+    for number in numbers:
+        allowed = [x for x in (Layout(number, E) for E in sizes) if is_allowed(x)]
+        found += allowed[-4 // len(numbers) :]
+    return list(dict.fromkeys(found))
 
 
 def choose(speeds: dict[Layout, float]) -> Layout:
     """The fastest layout, or one that is as fast with fewer environments."""
     same = [x for x, speed in speeds.items() if speed >= SAME * max(speeds.values())]
     return min(same, key=lambda x: (x.num_envs, x.num_actors))
-
-
-def to_try(
-    choices: Sequence[Layout], cores: int, speeds: dict[Layout, float]
-) -> Layout | None:
-    """The next one: first the own and the largest ones, then those near the best."""
-    first = [choices[0]]
-    for number in (cores, 2 * cores):
-        alike = [x for x in choices if x.num_actors == number]
-        first += sorted(alike, key=lambda x: x.num_envs)[-1:]
-    if left := [x for x in first if x not in speeds]:
-        return left[0]
-    best, left = choose(speeds), [x for x in choices if x not in speeds]
-    return min(left, key=lambda x: (x.distance(best), x.num_envs), default=None)
 
 
 def report(tries: dict[Layout, Tried]) -> str:
@@ -146,14 +130,10 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
             setattr(flags, name, value)
         return module.resolve_layout(flagset.resolve(flags)).freeze()
 
-    flags, cores = resolve(None), num_cpus()
-    choices = layouts(resolve, cores)
+    flags = resolve(None)
     command = [sys.executable, "-m", f"torchbeast.{variant}", *words]
     tries: dict[Layout, Tried] = {}
-    while len(tries) < TRIALS:
-        speeds = {x: run.sps for x, run in tries.items()}
-        if (layout := to_try(choices, cores, speeds)) is None:
-            break
+    for layout in layouts(resolve, num_cpus()):
         with tempfile.TemporaryDirectory(prefix="torchbeast-autotune-") as folder:
             whole = [*command, *trial_words(flags, layout)]
             tries[layout] = try_command(whole, Path(folder), seconds)

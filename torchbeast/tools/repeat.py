@@ -13,6 +13,7 @@ import math
 import pathlib
 import sys
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -115,29 +116,16 @@ def compare_logs(path: pathlib.Path, folder: pathlib.Path) -> None:
     log.info("Equal to the recorded run: %d rows.", min(len(then), len(now)))
 
 
-class Guest:
-    """Gives the run actors that follow a record."""
-
-    def __init__(self, run: Any, path: pathlib.Path) -> None:
-        self.run, self.path = run, path
-
-    def actors(self, actors: Any, rows: dict[str, Any]) -> "Repeated":
-        return Repeated(self.run, self.path, actors, rows)
-
-
 class Repeated:
     """Actors that begin and finish unrolls in the order of a record.
 
     An unroll waits for the version of the weights that it had. A version waits until
     all earlier unrolls have begun. Rollouts that come early are held back. The recorded
     run has gone this way with as many slots and threads, so no wait is in vain.
-
-    Raises:
-      RepeatError: the record is damaged.
     """
 
     def __init__(
-        self, run: Any, path: pathlib.Path, actors: Any, rows: dict[str, Any]
+        self, path: pathlib.Path, run: Any, actors: Any, rows: dict[str, Any]
     ) -> None:
         self._run, self._path, self._actors, self._rows = run, path, actors, rows
         _, data = record.read_whole(path)
@@ -149,10 +137,10 @@ class Repeated:
         self._arrived: dict[int, list[int]] = {}  # held back: slots by actor
         self._at = 0  # the next event
         self._published = run.learner.num_updates
-        self._moved, self._stopped = threading.Condition(), False
         self._progress: Any = None
         self._deadline = 0.0  # by the watch, which leaves out suspended time
-        run.on_stop(self._stop)
+        self._stopped = threading.Event()
+        run.on_stop(self._stopped.set)
 
     def _check_events(self) -> None:
         """Raises RepeatError for an unknown actor, or if too few batches follow."""
@@ -184,18 +172,17 @@ class Repeated:
 
     def start_unroll(self, index: int, slots: list[int]) -> None:
         self._actors.start_unroll(index, slots)
-        self._advance()
+        self._at += 1
 
     def finished(self, timeout: float, wake_up: int) -> Iterator[tuple[int, list[int]]]:
         index, finishes, checked = self._next()
         timeout = 0 if finishes and index in self._arrived else timeout
         self._arrived |= dict(self._actors.finished(timeout, wake_up))
-        self._advance(0)  # actors have loaded weights, so a bank may be free
         self._check_progress()
         while finishes and index in self._arrived:
             slots = self._arrived.pop(index)
             self._check_unroll(index, checked, record.checksum(self._rows, slots))
-            self._advance()
+            self._at += 1
             yield index, slots
             index, finishes, checked = self._next()
 
@@ -204,22 +191,11 @@ class Repeated:
         i = np.searchsorted(self._versions, version)
         if version not in self._versions[i : i + 1]:
             return
-        with self._moved:
-            while not self._stopped and (
-                self._at < self._begins[i] or not self._actors.publish(weights, version)
-            ):
-                self._moved.wait(1.0)
+        while self._at < self._begins[i] or not self._actors.publish(weights, version):
+            if self._stopped.wait(0.001):
+                return
         self._published = version
         self._run.wake()
-
-    def _advance(self, events: int = 1) -> None:
-        with self._moved:
-            self._at += events
-            self._moved.notify_all()
-
-    def _stop(self) -> None:
-        self._stopped = True
-        self._advance(0)
 
     def _check_progress(self) -> None:
         """Raises RepeatError if nothing has happened for --actor_timeout."""
@@ -249,12 +225,17 @@ class Repeated:
         )
 
 
+def guest(path: pathlib.Path, run: Any) -> Any:
+    """Gives the run actors that follow a record, see base/parts.py."""
+    return types.SimpleNamespace(actors=functools.partial(Repeated, path, run))
+
+
 def repeat(own: argparse.Namespace, typed: flagset.Typed) -> int:
     for found, path, until in starts(own, typed):
         log.info("%s: up to step %d. %s.", path, until, changes(path))
         stops = processes.raise_on_stop_signals()  # a Run ignores them at its end
         with stops, start.begin(found, monobeast.resolve_layout) as begun:
-            attach = functools.partial(Guest, path=path)
+            attach = functools.partial(guest, path)
             status = monobeast.train(begun, attach, until=until)
             compare_logs(path, begun.folder.path)
         if status:
