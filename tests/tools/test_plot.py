@@ -199,7 +199,7 @@ def test_command_with_several_runs(tmp_path):
         (["nope"], "Runs in {savedir}: a, b."),
         (["a", "--y", "retrun"], "Its columns: _tick, _time, step, frames, mean_game_"),
         (["b"], "there is nothing to draw yet"),
-        (["a", "--smooth", "0"], "0 is not from 1 to"),
+        (["a", "--smooth", "0"], "0 is not 1 or more"),
         (["a", "--out", "{savedir}/none/x.png"], "No such file or directory"),
         (["a", "--out", "{savedir}/x.foo"], "'foo' is not supported"),
     ],
@@ -262,14 +262,11 @@ def test_the_legend_says_what_differs(tmp_path, drawn):
     make_run(tmp_path, "a-2", [0.0, 6.0], PONG | {"seed": 2, "env": "ALE/Pong-v5"})
     make_run(tmp_path, "b", [0.0, 6.0], PONG | {"sticky_actions": 0.25})
     make_run(tmp_path, "_$old$", [0.0, 6.0])
-    make_run(tmp_path, os.fsdecode(b"\xff"), [0.0, 1.0])
-    names = ["a-1", "a-2", "b", "_$old$", os.fsdecode(b"\xff")]
-    assert drawn(*names, "--group") == [
+    assert drawn("a-1", "a-2", "b", "_$old$", "--group") == [
         "Atari pong, life_loss True",
         "a (2 runs, mean ± std)\nsticky_actions 0.0",
         "b\nsticky_actions 0.25",
         "_$old$",
-        "\\udcff",
     ]
 
 

@@ -11,7 +11,6 @@ import runs
 import sweeps
 import watched_runs
 
-from torchbeast.base.errors import FlagError
 from torchbeast.runs.files import read_meta
 from torchbeast.tools import grid, sweep
 from torchbeast.tools.groups import by_name
@@ -233,15 +232,6 @@ def test_what_can_not_work(refused, own, flags, status, message):
 def test_slurm_needs_sbatch(refused, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert "no sbatch" in refused("--submit", "slurm", status=1)
-
-
-def test_machines_with_other_devices(tmp_path):
-    """A login node has no GPU; the machine of the job has."""
-    words = ["monobeast", f"--savedir={tmp_path}", "--learner_device=cuda:31"]
-    with pytest.raises(FlagError, match="there are"):
-        sweep.Sweep("s", words, [1]).make_jobs("", {})
-    (job,) = sweep.Sweep("s", words, [1], elsewhere=True).make_jobs("", {})
-    assert "--learner_device=cuda:31" in job.command
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,10 @@ SECONDS = 7.0  # of a trial
 # PolyBeast's default, unless the flags have more.
 MOST_ENVS_PER_ROLLOUT = 8
 SAME = 0.97  # of the highest speed: then fewer environments are better
-# A trial leaves nothing behind and learns at once. None: a switch.
-OFF: dict[str, str | None] = {
-    **dict.fromkeys(("eval_interval", "metrics_port", "checkpoint_history"), "0"),
-    **dict.fromkeys(("wandb", "mirror", "init_from", "replay_file"), ""),
-    **dict.fromkeys(("tensorboard", "save_replay", "write_profiler_trace")),
+# A trial leaves nothing behind and learns at once.
+OFF = {
+    **dict.fromkeys(("eval_interval", "metrics_port", "checkpoint_history"), "=0"),
+    **dict.fromkeys(("wandb", "mirror", "init_from", "replay_file"), "="),
 }
 
 
@@ -108,9 +107,7 @@ def report(tries: dict[Layout, Tried]) -> str:
 def trial_words(flags: Flags, layout: Layout) -> list[str]:
     """What a trial's command line has after the user's words; later words win."""
     words = [*str(layout).split(), f"--total_steps={10**15}", "--disable_checkpoint"]
-    for name in OFF.keys() & flags.typed:
-        off = OFF[name]
-        words.append(f"--no-{name}" if off is None else f"--{name}={off}")
+    words += [f"--{name}{off}" for name, off in OFF.items() if name in flags.typed]
     return [*words, *(["--learn_start=0"] if getattr(flags, "replay_ratio", 0) else [])]
 
 

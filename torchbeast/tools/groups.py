@@ -39,14 +39,11 @@ def check_protocols(groups: Mapping[str, Sequence[SavedRun]]) -> None:
     for name, members in groups.items():
         _, own = protocol.split_common(run.protocol() for run in members)
         if any(own):
-            each = "; ".join(
-                f"{run.name}: {protocol.describe(rest)}"
-                for run, rest in zip(members, own, strict=True)
-                if rest
-            )
+            pairs = zip(members, own, strict=True)
+            each = [f"{run.name}: {protocol.describe(x)}" for run, x in pairs if x]
             raise ValueError(
                 f"the runs of the group {name} have different protocols, so their "
-                f"mean says nothing ({each}). Leave out some of them"
+                f"mean says nothing ({'; '.join(each)}). Leave out some of them"
             )
 
 
@@ -64,11 +61,10 @@ def iqm_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
     """The 95 % interval of the interquartile mean of all scores: low and high.
 
     It is a stratified bootstrap: each resample draws the runs of every task anew, with
-    replacement. The interval has the middle 95 % of the resamples' means.
+    replacement. The same scores always give the same interval.
 
     Args:
-      tasks: the scores of each task's runs, [runs] float64. The same scores always give
-        the same interval.
+      tasks: the scores of each task's runs, [runs] float64.
     """
     random = np.random.default_rng(0)
     drawn = [random.choice(scores, (RESAMPLES, len(scores))) for scores in tasks]

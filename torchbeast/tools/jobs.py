@@ -32,13 +32,7 @@ class OtherRunError(UserError):
 
 
 class Job(NamedTuple):
-    """One run.
-
-    Attributes:
-      xpid: its name.
-      folder: of the run. Its output is appended to console.log there.
-      command: what starts it; a script that calls exit_on_stop_signals.
-    """
+    """One run: its name, its folder, and a script that calls exit_on_stop_signals."""
 
     xpid: str
     folder: pathlib.Path
@@ -49,7 +43,11 @@ class Job(NamedTuple):
         return self.folder / "console.log"
 
     def start(self, cores: Collection[int] = ()) -> subprocess.Popen:
-        """Starts the run as leader of a process group, limited to `cores` if given."""
+        """Starts the run as leader of a process group; it appends to its console.log.
+
+        Args:
+          cores: those that it may use; empty: all.
+        """
 
         def prepare() -> None:
             os.setpgid(0, 0)  # a Ctrl-C reaches the sweep only, which passes it on

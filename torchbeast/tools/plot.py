@@ -21,7 +21,7 @@ import numpy as np
 from torchbeast.base.errors import needing
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.grid import positive
-from torchbeast.tools.saved_runs import SavedRun, find_run, printable, read_runs
+from torchbeast.tools.saved_runs import SavedRun, find_run, read_runs
 
 # Flag → (column, label of the axis).
 X_AXES = {
@@ -90,13 +90,10 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     joined: list[Curve] = []
     for name, members in groups.by_name(curves, lambda one: one.label).items():
         first = max(member.x[0] for member in members)
-        shortest = min(members, key=lambda member: member.x[-1])
-        last = shortest.x[-1]
+        last = min(member.x[-1] for member in members)
         if len(members) == 1 or first > last:  # they share no range
             joined += members
             continue
-        if last < 0.95 * max(member.x[-1] for member in members):
-            print(f"{name}: drawn up to {last:g}, where {shortest.label} ends")
         x = np.linspace(first, last, GRID_POINTS)
         y = np.stack([np.interp(x, m.x, m.y) for m in members])  # [runs, GRID_POINTS]
         if iqm:
@@ -217,4 +214,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             out = plot(flags)
     except (ValueError, OSError, RuntimeError) as error:  # the last: of ~ without HOME
         parser.exit(2, f"Cannot draw: {error}\n")
-    print(f"Drawn to {printable(str(out))}")
+    print(f"Drawn to {out}")

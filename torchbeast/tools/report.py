@@ -34,24 +34,19 @@ References = dict[str, tuple[float, float]]  # per task, what counts as 0 and as
 def table_row(run: SavedRun) -> dict[str, str]:
     """What the table says about a run."""
     args, machine = run.meta.get("args", {}), run.meta.get("hardware")
-    rules, git = run.protocol(), run.meta.get("git") or {}
-    if rules is not None:
-        rules.pop("env")
-    changes = {
-        k: x for k, x in run.meta.get("preset_changes", {}).items() if k != "env"
-    }
+    git, changes = run.meta.get("git") or {}, run.meta.get("preset_changes", {})
     preset = [args.get("preset") or "", *(f"--{k} {x}" for k, x in changes.items())]
     games, mean = run.last("games") or 0, run.last("mean_game_return_100")
     few = f" ({games:.0f} games)" if 0 < games < 100 else ""
     seconds = run.wall_clock()
-    hours = [datetime.timedelta(seconds=round(x)) for x in seconds if x == x]
+    seconds = seconds[np.isfinite(seconds)]
+    clock = datetime.timedelta(seconds=round(seconds[-1])) if len(seconds) else ""
     hardware = ["unknown"]
     if machine:
         hardware = [f"{machine['cpus']} × {machine['cpu']}", *machine["gpus"]]
     return {
         "run": run.name,
-        "env": str(args.get("env") or ""),
-        "protocol": protocol.describe(rules) or "as registered",
+        "protocol": protocol.describe(run.protocol()),
         "preset": " ".join(preset).strip(),
         "seed": str(args.get("seed", "")),
         "commit": git.get("commit", "")[:7] + " + changes" * bool(git.get("dirty")),
@@ -59,7 +54,7 @@ def table_row(run: SavedRun) -> dict[str, str]:
         "test, mean ± std": _test(run) if run.test else "",
         "return, last 100 games": "" if mean is None else f"{mean:.2f}{few}",
         "largest fall": _percent([run.largest_fall()]),
-        "wall-clock": str(hours[-1]) if hours else "",
+        "wall-clock": str(clock),
         "hardware": ", ".join(hardware),
     }
 

@@ -19,7 +19,6 @@ from torchbeast.runs.files import read_meta
 from torchbeast.tools.protocol import find_protocol
 
 LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
-MOST_NAMES = 20  # in a message
 
 
 class SavedRun(NamedTuple):
@@ -107,7 +106,7 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
     names = [path.parent.name for path in logs if not path.parent.is_symlink()]
     raise ValueError(
         f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
-        f"Runs in {savedir}: {listing(sorted(names))}."
+        f"Runs in {savedir}: {', '.join(sorted(names)) or 'none'}."
     )
 
 
@@ -121,8 +120,8 @@ def read_runs(xpids: Sequence[str], savedir: pathlib.Path) -> list[SavedRun]:
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) == len(runs):
         return runs
-    names = [printable(str(folder)) for folder in folders]
-    return [run._replace(name=x) for x, run in zip(names, runs, strict=True)]
+    pairs = zip(folders, runs, strict=True)
+    return [run._replace(name=str(folder)) for folder, run in pairs]
 
 
 def read_run(folder: pathlib.Path) -> SavedRun:
@@ -144,7 +143,7 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     test = folder / "test.json"
     with using(test, "is damaged"):
         result = json.loads(test.read_text("utf-8")) if test.exists() else {}
-    return SavedRun(printable(folder.name), columns, read_meta(folder), result)
+    return SavedRun(folder.name, columns, read_meta(folder), result)
 
 
 def _number(cell: str) -> float:
@@ -152,14 +151,3 @@ def _number(cell: str) -> float:
         return float(cell)
     except ValueError:
         return math.nan
-
-
-def printable(name: str) -> str:
-    """The name of a file, whose bytes may be no UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
-
-
-def listing(names: list[str]) -> str:
-    """The names for a message; of many only the first."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return (", ".join(names[:MOST_NAMES]) or "none") + more

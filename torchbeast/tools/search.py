@@ -50,8 +50,8 @@ def distribution(text: str) -> BaseDistribution:
 def final_return(folder: pathlib.Path) -> float | None:
     """What a run counts in a search; None if its files are damaged.
 
-    With --eval_interval it is the eval_return of the final weights, or None if they
-    were not evaluated. Without it, it is the mean return of the last 100 games.
+    With --eval_interval it is the eval_return of the final weights, else the mean
+    return of the last 100 games.
     """
     try:
         run = read_run(folder)
@@ -60,17 +60,14 @@ def final_return(folder: pathlib.Path) -> float | None:
         return None
     if not run.meta.get("args", {}).get("eval_interval"):
         return run.last("mean_game_return_100")
-    if run.last("eval_step") != run.last("step"):
-        log.warning("%s has no evaluation of its final weights.", folder.name)
-        return None
-    return run.last("eval_return")
+    is_final = run.last("eval_step") == run.last("step")
+    return run.last("eval_return") if is_final else None
 
 
 class Search:
-    """An Optuna study in a SQLite file. Its trials are runs, one per seed.
+    """An Optuna study in a SQLite file, new or continued. A trial has a run per seed.
 
     Args:
-      path: the file. An existing study is continued.
       space: the values of each flag, see `distribution`.
       shared: what all trials share: command line and seeds.
       make_jobs: from a trial's name and settings to its runs.
@@ -150,7 +147,7 @@ class Search:
         known = [x for x in returns if x is not None]
         if len(known) < len(returns):
             self.study.tell(trial, state=TrialState.FAIL)
-            log.warning("Trial %d: a run failed, or no game has ended.", trial)
+            log.warning("Trial %d: a run has failed, or has no return.", trial)
             return
         told = self.study.tell(trial, statistics.fmean(known))
         best = self.study.best_trial

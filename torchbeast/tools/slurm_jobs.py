@@ -59,16 +59,10 @@ def submit(
     folder: pathlib.Path,
     ended: Callable[[Job, int], None],
 ) -> int:
-    """Submits jobs as an array and waits for them. A stop signal ends only the waiting.
+    """Submits jobs as an array and waits for them; see jobs.run_here.
 
-    Args:
-      options: of the sweep. With --submit local all jobs start on this machine at once,
-        and end with this process.
-      folder: for submitit's files.
-      ended: called with each job and its exit status.
-
-    Returns:
-      The number of the stop signal, or 0.
+    A stop signal ends only the waiting. With --submit local all jobs start on this
+    machine at once, and end with this process. `folder` is for submitit's files.
 
     Raises:
       FlagError: the cluster refuses the jobs.

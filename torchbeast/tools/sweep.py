@@ -29,31 +29,20 @@ from torchbeast.runs import flagset, start
 from torchbeast.runs.files import RunFolder, read_meta
 from torchbeast.tools import grid, jobs, variants
 from torchbeast.tools.jobs import Job, OtherRunError
-from torchbeast.tools.saved_runs import listing
 
 log = logging.getLogger(__name__)
 
 
 class Sweep:
-    """The command that all runs share.
+    """The command that all runs share. Raises FlagError.
 
     Args:
       name: the first part of the runs' names.
       command: a variant and its flags.
-      elsewhere: the runs have other machines, which may have other devices.
-
-    Raises:
-      FlagError: a flag has a value that is not allowed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        seeds: Sequence[int],
-        elsewhere: bool = False,
-    ) -> None:
-        self.name, self.seeds, self.elsewhere = name, seeds, elsewhere
+    def __init__(self, name: str, command: Sequence[str], seeds: Sequence[int]) -> None:
+        self.name, self.seeds = name, seeds
         self.variant, *self.words = command
         self.module = f"torchbeast.{self.variant}"
         self.script = variants.load(self.variant)
@@ -100,8 +89,6 @@ class Sweep:
                 f"{job.folder} has a run with other flags "
                 f"({flagset.describe_changes(changes)}). Give another --name"
             )
-        if self.elsewhere:
-            flags.learner_device = flags.actor_device = None
         self.script.resolve_layout(flagset.resolve(flags))
 
     def is_finished(self, job: Job) -> bool:
@@ -117,33 +104,23 @@ def make_parser() -> argparse.ArgumentParser:
         description="Trains with several seeds and settings.",
     )
     add = parser.add_argument
-    settings: dict[str, Any] = {"action": "append", "type": grid.setting, "default": []}
-    add("--name", default="sweep", help="begins the runs' names (sweep)")
+    setting: dict[str, Any] = {"action": "append", "type": grid.setting, "default": []}
     seeds: dict[str, Any] = {"type": grid.seed_list, "default": [1], "metavar": "1-3,7"}
-    add("--seeds", **seeds, help="each setting is trained with each seed (1)")
     grid_help = "values of a flag; several --grid give all combinations"
-    add("--grid", **settings, metavar="FLAG=VALUE,VALUE", help=grid_help)
-    add("--jobs", type=grid.positive, help="runs at a time (here 1, with Slurm all)")
     cores_help = "CPU cores per run (here all divided by --jobs, with Slurm 2)"
+    add("--name", default="sweep", help="begins the runs' names (sweep)")
+    add("--seeds", **seeds, help="each setting is trained with each seed (1)")
+    add("--grid", **setting, metavar="FLAG=VALUE,VALUE", help=grid_help)
+    add("--jobs", type=grid.positive, help="runs at a time (here 1, with Slurm all)")
     add("--cores", type=grid.positive, help=cores_help)
-    add = parser.add_argument_group("Optuna").add_argument
-    search_help = (
-        "in place of --grid: uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or "
-        "choice:A:B:..."
-    )
-    add("--search", **settings, metavar="FLAG=KIND:VALUES", help=search_help)
-    trials_help = "settings to try in all (20)"
-    add("--trials", type=grid.positive, default=20, help=trials_help)
-    add = parser.add_argument_group("Slurm").add_argument
-    submit_help = (
-        "submit the runs as an array through submitit; local: its processes on this "
-        "machine, to try it out"
-    )
+    search_help = "Optuna chooses: uniform:LOW:HIGH, loguniform, int or choice:A:B:..."
+    add("--search", **setting, metavar="FLAG=KIND:VALUES", help=search_help)
+    add("--trials", type=grid.positive, default=20, help="of a search in all (20)")
+    submit_help = "as an array through submitit; local: its processes on this machine"
     add("--submit", choices=["slurm", "local"], help=submit_help)
-    minutes_help = "limit of a job (1440)"
-    add("--minutes", type=grid.positive, default=24 * 60, help=minutes_help)
+    add("--minutes", type=grid.positive, default=1440, help="limit of a Slurm job")
     sbatch_help = "an option of sbatch, such as partition=gpu or gres=gpu:1"
-    add("--sbatch", **settings, metavar="OPTION=VALUE", help=sbatch_help)
+    add("--sbatch", **setting, metavar="OPTION=VALUE", help=sbatch_help)
     return parser
 
 
@@ -153,7 +130,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
       FlagError: a flag has a value that is not allowed; nothing was started.
     """
-    sweep = Sweep(options.name, command, options.seeds, options.submit == "slurm")
+    sweep = Sweep(options.name, command, options.seeds)
     varied = dict(options.grid + options.search).keys()
     if unknown := varied - sweep.parser.declared.keys():
         raise FlagError(f"{sweep.variant} has no flag --{min(unknown)}")
@@ -199,7 +176,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
     if stopped_by:
         log.warning("Give the same command again to continue with the other runs.")
     if failed:
-        names = listing([job.xpid for job in failed])
+        names = ", ".join(job.xpid for job in failed)
         log.error("Failed: %d of %d runs: %s", len(failed), len(statuses), names)
     if lost := search is not None and search.all_failed():
         log.error("Failed: all trials.")

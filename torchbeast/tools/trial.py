@@ -35,14 +35,9 @@ def read_ticks(folder: Path) -> np.ndarray:
 
 
 class Trial:
-    """A run in its own session, for a `with` block. It ends with the block.
+    """A run in its own session. It ends with the `with` block, or with this process.
 
-    If this process is killed, the run ends, too.
-
-    Args:
-      command: has --savedir FOLDER --xpid run.
-      folder: for the run's files and its output.
-      environ: of the run.
+    Its command has --savedir FOLDER --xpid run.
     """
 
     def __init__(
