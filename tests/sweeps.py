@@ -64,5 +64,5 @@ def processes_of_run(session: int, xpid: str) -> list[int]:
 def assert_finished(folder: Path, xpid: str, step: int = 600) -> None:
     meta = read_meta(folder / xpid)
     assert meta["successful"]
-    assert meta["starts"][-1]["last_step"] == step
+    assert meta["last_step"] == step
     assert int(runs.read_logs(folder, xpid)[-1]["step"]) == step

@@ -10,19 +10,12 @@ from torchbeast.tools.groups import interquartile_mean, iqm_interval
 stats = pytest.importorskip("scipy.stats")
 
 
-@pytest.mark.parametrize("num_scores", range(1, 14))
+@pytest.mark.parametrize("num_scores", [1, 3, 4, 13])
 def test_interquartile_mean(num_scores):
     """rliable's definition is SciPy's trim_mean of all scores."""
     scores = np.random.default_rng(num_scores).normal(size=(3, num_scores))
     expected = stats.trim_mean(scores, 0.25, axis=1)
     np.testing.assert_allclose(interquartile_mean(scores), expected)
-
-
-def test_an_outlier_does_not_count():
-    scores = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
-    assert interquartile_mean(scores) == 4.5
-    scores[-1] = 1e9
-    assert interquartile_mean(scores) == 4.5
 
 
 def test_the_interval_of_one_task():
@@ -55,9 +48,3 @@ def test_the_interval_of_two_tasks():
     assert (
         np.mean(means > high + 1e-9) <= 0.025 <= np.mean(means >= high - 1e-9) + 0.005
     )
-
-
-def test_tasks_without_spread_have_no_interval():
-    tasks = [np.full(4, 1.0), np.full(3, 100.0)]
-    low, high = iqm_interval(tasks)
-    assert low == high == interquartile_mean(np.concatenate(tasks))

@@ -114,17 +114,6 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path, last):
     assert result.x.tolist() == [0, 15]
 
 
-@pytest.mark.parametrize("text", ["", "_tick,_time,step,loss\n"])
-def test_a_run_without_rows(tmp_path, text):
-    (tmp_path / "logs.csv").write_text(text)
-    run = read_run(tmp_path)
-    if text:
-        assert plot.curve(run, "time", "loss", smooth=1) is None
-    else:
-        with pytest.raises(ValueError, match="Its columns: none yet"):
-            plot.curve(run, "step", "loss", smooth=1)
-
-
 @pytest.mark.parametrize(
     ("name", "group"),
     [
@@ -153,30 +142,6 @@ def test_group_curves():
     np.testing.assert_allclose(both.y, 3 * both.x)
     np.testing.assert_allclose(both.low, 2 * both.x)  # std of 2x and 4x is x
     np.testing.assert_allclose(both.high, 4 * both.x)
-
-
-def test_group_curves_with_interquartile_mean():
-    """The outlier of eight runs does not count, but in the interval it does."""
-    x = np.array([0.0, 10.0])
-    slopes = [1, 2, 3, 4, 5, 6, 7, 1000]
-    curves = [plot.Curve(f"a-{i}", x, slope * x) for i, slope in enumerate(slopes)]
-    (both,) = plot.group_curves(curves, iqm=True)
-    assert both.label == "a (8 runs, IQM, 95 % interval)"
-    np.testing.assert_allclose(both.y, 4.5 * both.x)
-    assert (both.low <= both.y).all()
-    assert both.low[-1] > 10
-    assert both.high[-1] > 1000
-
-
-def test_command_with_one_run(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = make_run(tmp_path, "run", [None, 1.0, 3.0, None, 2.0])
-    result = run_plot("run", "--savedir", tmp_path, DISPLAY="")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == f"Drawn to {path / 'plot.png'}\n"
-    assert (path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert has_color(path / "plot.png", "C0")
-    assert not has_color(path / "plot.png", "C1")
 
 
 def test_command_with_several_runs(tmp_path):
@@ -212,14 +177,6 @@ def test_errors(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         plot.main([*arguments, "--savedir", str(tmp_path)])
     assert message.format(savedir=tmp_path) in capsys.readouterr().err
-
-
-def test_without_matplotlib(tmp_path, capsys, monkeypatch):
-    make_run(tmp_path, "a", [1.0, 2.0])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="2"):
-        plot.main(["a", "--savedir", str(tmp_path)])
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 # --- Protocols ---

@@ -40,17 +40,6 @@ def test_the_form_of_an_id_and_other_flags_change_nothing():
     assert find("--env", "Qbert-v4") != find()
 
 
-def test_other_environments():
-    flags = ("--reward_clipping", "none")
-    assert find("--env", "CartPole-v1", *flags, "--sticky_actions", "0.3") == {
-        "env": "CartPole-v1",
-        "reward_clipping": "none",
-    }
-    assert find("--env", "mine:Class")["env"] == "mine:Class"
-    assert protocol.find_protocol({}) is None
-    assert protocol.describe(None) == "protocol unknown"
-
-
 def test_what_changes_an_environment_is_part_of_its_protocol():
     found = find(
         *("--env", "MinAtar/Asterix-v1", "--reward_clipping", "none", "--env_kwargs"),
@@ -93,11 +82,3 @@ def test_minatar_plays_as_its_protocol_says(name, version, arguments):
     minimal = len(game.minimal_action_set())
     actions = game.num_actions() if found["full_action_space"] else minimal
     assert env.action_space.n == actions
-
-
-def test_what_protocols_share():
-    one, two = {"env": "a", "x": 1, "y": 2}, {"env": "a", "x": 1, "y": 3}
-    assert protocol.split_common([one, None, two]) == (
-        {"env": "a", "x": 1},
-        [{"y": 2}, {}, {"y": 3}],
-    )

@@ -84,12 +84,6 @@ def test_the_row_of_a_run(tmp_path):
     )
 
 
-def test_a_run_without_meta_json_has_no_known_protocol(tmp_path):
-    path = make_run(tmp_path)
-    (path / "meta.json").unlink()
-    assert row_of(path)["protocol"] == "protocol unknown"
-
-
 def test_the_command_prints_a_table(tmp_path):
     make_run(tmp_path)
     b = make_run(tmp_path, "b", {"env": "a|b"})
@@ -236,21 +230,6 @@ def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
     with pytest.raises(SystemExit):
         report.main([*names, *map(str, more), "2", "3"])
     assert "all have seeds of --tuned_on" in capsys.readouterr().err
-
-
-def test_scores_of_a_human(tmp_path, capsys):
-    """--scores atari: 0 is a random player, 1 a human one."""
-    flags = {"env": "PongNoFrameskip-v4"}, {"env": "ALE/SpaceInvaders-v5"}
-    pong = make_group(tmp_path, "pong", [14.6, 14.6], **flags[0])
-    space = make_group(tmp_path, "space", [148.0, 148.0], **flags[1])
-    words = ["--savedir", tmp_path, "--method", "x", *pong, *space]
-    *_, both = table(capsys, *words, "--scores", "atari")
-    assert both["task"] == "all 2, normalised"
-    assert both["IQM at the end [95 %]"].startswith("0.50 ")
-    other = make_group(tmp_path, "pole", [5.0], env="CartPole-v1")
-    with pytest.raises(SystemExit):
-        report.main([*map(str, words), *other, "--scores", "atari"])
-    assert "--scores has no 'CartPole-v1'" in capsys.readouterr().err
 
 
 def test_scores_of_every_atari_game():
