@@ -122,37 +122,25 @@ class Learner:
 # --- What the messages must be --------------------------------------------------------
 
 
-def expected_hello(wire, num_envs, stream_id, first_step):
-    """Of CartPole-v1, as Gymnasium describes it."""
-    space = gymnasium.make("CartPole-v1").observation_space
-    return wire.EnvHello(
-        version=3,
-        environment="CartPole-v1",
-        num_envs=num_envs,
-        observation_space={
-            "box": {
-                "dtype": "FLOAT32",
-                "shape": [4],
-                "low": space.low.tolist(),
-                "high": space.high.tolist(),
-            }
-        },
-        action_space={"discrete": {"n": 2}},
-        extra_fields=[
-            {"name": "last_action", "dtype": "INT64"},
-            {"name": "truncated", "dtype": "BOOL"},
-        ],
-        stream_id=stream_id,
-        first_step=first_step,
-    )
-
-
 def receive_hello(stream, num_envs, first_step=0, stream_id=None):
+    """Of CartPole-v1, as Gymnasium describes it."""
     hello = stream.receive("hello")
     if stream_id is None:
         stream_id = hello.stream_id
         assert 0 < len(stream_id) <= 64
-    assert hello == expected_hello(stream.wire, num_envs, stream_id, first_step)
+    space = gymnasium.make("CartPole-v1").observation_space
+    ends = {"low": space.low.tolist(), "high": space.high.tolist()}
+    extra = ("last_action", "INT64"), ("truncated", "BOOL")
+    assert hello == stream.wire.EnvHello(
+        version=3,
+        environment="CartPole-v1",
+        num_envs=num_envs,
+        observation_space={"box": {"dtype": "FLOAT32", "shape": [4], **ends}},
+        action_space={"discrete": {"n": 2}},
+        extra_fields=[{"name": name, "dtype": dtype} for name, dtype in extra],
+        stream_id=stream_id,
+        first_step=first_step,
+    )
     return stream_id
 
 

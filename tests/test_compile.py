@@ -1,7 +1,6 @@
 """--compile: torch.compile for the update and for acting learns the same."""
 
 import pytest
-import runs
 import test_learner
 import torch
 from torch._dynamo.utils import counters
@@ -38,18 +37,3 @@ def test_the_compiled_update_equals_the_other():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-
-
-@pytest.mark.xdist_group("compile")
-def test_compiled_actors_with_sync_act_as_the_others(tmp_path):
-    flags = {**runs.SMALL, "sync": True, "num_actors": 1, "envs_per_actor": 2}
-    flags |= {"total_steps": 10 * 5, "actor_timeout": 600}
-    runs.run(tmp_path, "plain", **flags)
-    runs.run(tmp_path, "compiled", timeout=800, compile="default", **flags)
-    plain, compiled = (runs.read_logs(tmp_path, name) for name in ("plain", "compiled"))
-    assert len(plain) == len(compiled) == 5
-    for row, other in zip(plain, compiled, strict=True):
-        for name in ("episodes", "mean_episode_return", "step", "games"):
-            assert row[name] == other[name], (name, row["step"])
-        for name in ("entropy", "baseline_loss", "mean_value"):
-            assert float(other[name]) == pytest.approx(float(row[name]), abs=1e-3)

@@ -4,7 +4,6 @@ import torch
 from gymnasium import spaces
 from nets import (
     ACTION_SPACES,
-    DONE,
     MINATAR,
     OBSERVATION_SPACES,
     PONG,
@@ -86,20 +85,6 @@ def test_order_of_a_dict_observation_does_not_count():
     assert_same(net({**rows, "observation": ordered})[0], net(rows)[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("observation", ["discrete", "multi_discrete"])
-def test_integers_are_one_hot_from_their_start(observation):
-    space = OBSERVATION_SPACES[observation]
-    net = make_net(space, ACTION_SPACES["discrete"])
-    encoded = []
-    net.vector.layers.register_forward_pre_hook(lambda _, x: encoded.append(x[0]))
-    rows = make_rows(space, ACTION_SPACES["discrete"])
-    net(rows)
-    x = rows["observation"].numpy().reshape(T * B, -1) - np.atleast_1d(space.start)
-    sizes = [6] if observation == "discrete" else [3, 5, 2]
-    expected = [np.eye(n)[x[:, i]] for i, n in enumerate(sizes)]
-    np.testing.assert_array_equal(encoded[0], np.concatenate(expected, axis=1))
-
-
 # --- Published sizes ---
 
 
@@ -162,23 +147,6 @@ def test_layers_are_normalized(observation, torso):
 
 
 # --- bfloat16 ---
-
-
-@pytest.mark.parametrize("torso", ["shallow", "deep"])
-@pytest.mark.parametrize("observation", ["atari", "nested"])
-def test_bf16_is_near_fp32(observation, torso):
-    space = OBSERVATION_SPACES[observation]
-    net = make_net(space, ACTION_SPACES["discrete"], torso, use_lstm=True)
-    rows = make_rows(space, ACTION_SPACES["discrete"], done=DONE)
-    state = random_state(net)
-    expected, expected_state = net(rows, state)
-    net.bf16 = True
-    outputs, new_state = net(rows, state)
-    assert all(x.dtype == torch.float32 for x in (*outputs.values(), *new_state))
-    assert not torch.equal(outputs["baseline"], expected["baseline"])
-    # 8 bits of mantissa, over up to 17 layers.
-    assert_same(outputs, expected, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(new_state, expected_state, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("observation", ["atari", "minatar", "nested"])

@@ -67,30 +67,19 @@ def tensors(inputs):
 
 @pytest.mark.parametrize("trailing", [(), (2,), (2, 4)])
 @pytest.mark.parametrize(
-    ("clip_rho", "clip_pg_rho", "clip_c", "trace_decay"),
+    "settings",  # clip_rho, clip_pg_rho, clip_c, trace_decay
     [
-        *((1.0, 1.0, 1.0, 1.0), (3.7, 2.2, 1.0, 0.9), (0.4, 5.0, 0.7, 1.0)),
+        *((), (3.7, 2.2, 1.0, 0.9), (0.4, 5.0, 0.7, 1.0)),
         *((None, None, None, 1.0), (1.0, 2.0, 1.6, 0.3)),
     ],
 )
-def test_ground_truth(trailing, clip_rho, clip_pg_rho, clip_c, trace_decay):
+def test_ground_truth(trailing, settings):
     inputs = make_inputs(trailing)
-    returns = vtrace.from_importance_weights(
-        **tensors(inputs),
-        clip_rho_threshold=clip_rho,
-        clip_pg_rho_threshold=clip_pg_rho,
-        clip_c_threshold=clip_c,
-        trace_decay=trace_decay,
-    )
+    given = tensors(inputs).values()
+    returns = vtrace.from_importance_weights(*given, *settings)
     wide = inputs["log_rhos"].reshape(T, B, *[1] * len(trailing))
     inputs["log_rhos"] = np.broadcast_to(wide, (T, B, *trailing))
-    vs, pg_advantages = ground_truth(
-        **inputs,
-        clip_rho=clip_rho,
-        clip_pg_rho=clip_pg_rho,
-        clip_c=clip_c,
-        trace_decay=trace_decay,
-    )
+    vs, pg_advantages = ground_truth(*inputs.values(), *settings)
     np.testing.assert_allclose(returns.vs, vs, rtol=1e-12)
     np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
 
@@ -110,41 +99,6 @@ def test_trailing_dimensions_are_broadcast(name):
         np.testing.assert_allclose(returns.pg_advantages, pg_advantages, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("rhos", "discounts", "rewards", "vs", "advantages"),
-    [
-        # γ = 0.5, values 2, 4, 6, bootstrap value 8.
-        # On policy: vs are n-step returns. 3 + 4 = 7; 2 + 3.5 = 5.5; 1 + 2.75 = 3.75.
-        ((1, 1, 1), (0.5,) * 3, (1, 2, 3), (3.75, 5.5, 7), (1.75, 1.5, 1)),
-        # δ = 1, 0.5 · 1, 1 (the ρ of 2 counts as 1). vs = 6 + 1 = 7;
-        # 4 + 0.5 + 0.5 · 0.5 · 1 = 4.75; 2 + 1 + 0.5 · 1 · 0.75 = 3.375.
-        # advantages: 1 + 2.375 - 2; 0.5 · (2 + 3.5 - 4); 3 + 4 - 6.
-        ((2, 0.5, 1), (0.5,) * 3, (1, 2, 3), (3.375, 4.75, 7), (1.375, 0.75, 1)),
-        # The episode ends with the second step: δ = 1, 2 - 4, 1. What comes after does
-        # not count before. vs = 7; 4 - 2 = 2; 2 + 1 + 0.5 · -2 = 2.
-        ((1, 1, 1), (0.5, 0, 0.5), (1, 2, 3), (2, 2, 7), (0, -2, 1)),
-        # It was truncated there, and its last observation is worth 10: 0.5 · 10 is part
-        # of the reward. δ = 1, 7 - 4, 1. vs = 7; 7; 2 + 1 + 0.5 · 3 = 4.5.
-        ((1, 1, 1), (0.5, 0, 0.5), (1, 2 + 5, 3), (4.5, 7, 7), (2.5, 3, 1)),
-        # A step that the target policy would never take ends the trace.
-        ((1, 0, 1), (0.5,) * 3, (1, 2, 3), (3, 4, 7), (1, 0, 1)),
-    ],
-)
-def test_three_steps_worked_out_by_hand(rhos, discounts, rewards, vs, advantages):
-    def column(numbers):
-        return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)  # [T, B = 1]
-
-    returns = vtrace.from_importance_weights(
-        column(rhos).log(),
-        column(discounts),
-        column(rewards),
-        column([2, 4, 6]),
-        torch.tensor([8.0], dtype=torch.float64),
-    )
-    torch.testing.assert_close(returns.vs, column(vs))
-    torch.testing.assert_close(returns.pg_advantages, column(advantages))
-
-
 def test_no_gradient_flows_out():
     inputs = {k: x.requires_grad_() for k, x in tensors(make_inputs()).items()}
     returns = vtrace.from_importance_weights(**inputs)
@@ -159,8 +113,9 @@ def test_no_gradient_flows_out():
     assert not returns.pg_advantages.requires_grad
 
 
-@pytest.mark.parametrize(("clip_rho", "clip_pg_rho"), [(1.0, 1.0), (2.5, None)])
-def test_from_logits(clip_rho, clip_pg_rho):
+@pytest.mark.parametrize("clips", [{}, {"clip_rho": 2.5, "clip_pg_rho": None}])
+def test_from_logits(clips):
+    """Without arguments, the thresholds are 1."""
     rng = np.random.default_rng(3)
     behavior, target = rng.normal(scale=2.0, size=(2, T, B, A))
     actions = rng.integers(A, size=(T, B))
@@ -169,8 +124,7 @@ def test_from_logits(clip_rho, clip_pg_rho):
     returns = vtrace.from_logits(
         *(torch.from_numpy(x) for x in (behavior, target, actions)),
         **tensors(inputs),
-        clip_rho_threshold=clip_rho,
-        clip_pg_rho_threshold=clip_pg_rho,
+        **{f"{name}_threshold": x for name, x in clips.items()},
     )
     log_mu, log_pi = np.zeros((2, T, B))
     for t in range(T):
@@ -179,9 +133,7 @@ def test_from_logits(clip_rho, clip_pg_rho):
             mu = np.exp(behavior[t, b]) / np.exp(behavior[t, b]).sum()
             pi = np.exp(target[t, b]) / np.exp(target[t, b]).sum()
             log_mu[t, b], log_pi[t, b] = np.log(mu[a]), np.log(pi[a])
-    vs, pg_advantages = ground_truth(
-        log_pi - log_mu, **inputs, clip_rho=clip_rho, clip_pg_rho=clip_pg_rho
-    )
+    vs, pg_advantages = ground_truth(log_pi - log_mu, **inputs, **clips)
     expected = {
         "vs": vs,
         "pg_advantages": pg_advantages,
