@@ -92,15 +92,6 @@ def test_environment_raises(start, env, fault, words):
     run.assert_files()
 
 
-def test_environment_ends_its_process(start):
-    run = start()
-    run.wait_for_a_checkpoint()
-    run.cause("leave")
-    run.wait_for_end(1)
-    run.assert_error(" died with exit status 3")
-    run.assert_files()
-
-
 def test_fork_server_is_killed(start):
     """multiprocessing then reports all actors as dead, but they are alive."""
     run = start(env="faulty:WithProgram")

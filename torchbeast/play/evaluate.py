@@ -217,14 +217,13 @@ def _play_rows(
         from torchbeast.extras.video import Video  # optional
 
         render, video = "rgb_array", Video(flags.video, flags.env)
+        stack.callback(lambda: video.close())
     envs: dict[int, Environment] = {}
     for i in waiting:
         envs[i] = Environment(flags, None, i, render, TorchSettings())
         stack.callback(envs[i].close)
         filler = envs[i].initial()  # a first reset may differ from all later ones
         steps += 1
-    if video:
-        stack.callback(lambda: video.close())  # first: environments may take long
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
     model = load_model(flags, first, weights)
@@ -265,6 +264,8 @@ def _play_rows(
             )
             if over.any() and (N == 1 or envs[i].envs.envs[0].game != game):
                 returns, lengths = zip(*ended[i], strict=True)
+                if video and not waiting[i]:
+                    video.close()  # the environments may take long to close
                 yield Game(number, statistics.fmean(returns), int(max(lengths)))
                 del playing[i]
                 if waiting[i]:
