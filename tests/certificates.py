@@ -1,33 +1,23 @@
 """Certificates for tests, made by the openssl program."""
 
-import pathlib
 import subprocess
 
 import runs
 
 
 class Certificates:
-    """A folder of them: {name}.pem with {name}.key, each `name` as in `make`.
+    """A folder of them: {name}.pem with {name}.key, of "ours" or "foreign"."""
 
-    The authorities are "ours" and "foreign".
-    """
-
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
-        for authority in ("ours", "foreign"):
-            self._openssl(
-                *("req", "-x509", *self._new_key(authority), "-days", "2"),
-                *("-subj", f"/CN={authority}", "-out", f"{authority}.pem"),
-            )
+        for name in ("ours", "foreign"):
+            words = (*self._new_key(name), "-days", "2", "-subj", f"/CN={name}")
+            self._openssl("req", "-x509", *words, "-out", f"{name}.pem")
 
-    def make(
-        self, name: str, subject: str, authority: str = "ours", expired: bool = False
-    ) -> None:
+    def make(self, name, subject, authority="ours", expired=False):
         """A certificate for `subject`, such as IP:127.0.0.1 or DNS:host."""
-        self._openssl(
-            *("req", *self._new_key(name), "-subj", f"/CN={name}"),
-            *("-addext", f"subjectAltName={subject}", "-out", f"{name}.csr"),
-        )
+        words = ("-addext", f"subjectAltName={subject}", "-out", f"{name}.csr")
+        self._openssl("req", *self._new_key(name), "-subj", f"/CN={name}", *words)
         self._openssl(
             *("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem"),
             *("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key"),
@@ -35,28 +25,22 @@ class Certificates:
             *("-days", "0" if expired else "2"),  # 0: it ends with this second
         )
 
-    def ca(self, authority: str = "ours") -> dict[str, pathlib.Path]:
+    def ca(self, authority="ours"):
         """The flag, and argument of libtorchbeast, of who is trusted."""
         return {"tls_ca": self.folder / f"{authority}.pem"}
 
-    def identity(self, name: str) -> dict[str, pathlib.Path]:
+    def identity(self, name):
         """The flags of a certificate of one's own."""
-        return {
-            "tls_cert": self.folder / f"{name}.pem",
-            "tls_key": self.folder / f"{name}.key",
-        }
+        files = {"tls_cert": f"{name}.pem", "tls_key": f"{name}.key"}
+        return {flag: self.folder / file for flag, file in files.items()}
 
-    def _new_key(self, name: str) -> tuple[str, ...]:
+    def _new_key(self, name):
         curve = ("-pkeyopt", "ec_paramgen_curve:prime256v1")
         return ("-newkey", "ec", *curve, "-nodes", "-keyout", f"{name}.key")
 
-    def _openssl(self, *arguments: str) -> None:
+    def _openssl(self, *words):
+        place = {"cwd": self.folder, "capture_output": True}
         try:
-            subprocess.run(
-                ["openssl", *arguments],
-                cwd=self.folder,
-                check=True,
-                capture_output=True,
-            )
+            subprocess.run(["openssl", *words], check=True, **place)
         except FileNotFoundError:
             runs.skip("openssl is not installed")

@@ -165,10 +165,6 @@ def discrete(n, start=0):
     return lambda w: w.Space(discrete=w.Space.Discrete(n=n, start=start))
 
 
-def multi(n, start=()):
-    return lambda w: w.Space(multi_discrete=w.Space.MultiDiscrete(n=n, start=start))
-
-
 def binary(shape):
     return lambda w: w.Space(multi_binary=w.Space.MultiBinary(shape=shape))
 
@@ -187,76 +183,41 @@ def nested(levels):
     return tuple_of(nested(levels - 1)) if levels else discrete(2)
 
 
-def no_space(w):
-    return w.Space()
-
-
-# What is wrong, and what the refusal says.
+# What is wrong, and what the refusal says. tests/cpp/stream_spec_test.cc has them all.
 OBSERVATIONS = {
     "low above high": (box("FLOAT32", [2], [1], [0]), "low must be at most high"),
     "NaN as bound": (box("FLOAT32", [2], [NAN], [1]), "low must be at most high"),
-    "low infinite": (box("FLOAT32", [2], [INF], [INF]), "nothing lies between"),
     "below uint8": (box("UINT8", [2], [-1], [255]), "outside of the dtype, uint8"),
-    "above int8": (box("INT8", [2], [0], [300]), "outside of the dtype, int8"),
-    "above int32": (box("INT32", [2], [0], [1e10]), "outside of the dtype, int32"),
-    "beyond int64": (box("INT64", [2], [-1e300], [0]), "outside of the dtype, int64"),
     "too few bounds": (box("FLOAT32", [5], [0, 0], [1]), "2 values in low"),
-    "too many bounds": (box("FLOAT32", [2], [0], [1, 1, 1]), "3 values in high"),
     "no dtype": (box("DTYPE_UNSPECIFIED", [2]), "no such dtype: 0"),
-    "Box of 2**20 + 1": (box("UINT8", [2**20 + 1]), "at most 1048576 are allowed"),
-    "Box of 8M": (box("FLOAT32", [8, 1000, 1000]), "at most 1048576 are allowed"),
     "Box of 2**60": (box("UINT8", [2**60]), "1152921504606846976 elements in"),
-    "Box of 2**28 squared": (box("UINT8", [2**28, 2**28]), "larger than a message"),
     "Box of 7 dimensions": (box("UINT8", [1] * 7), "7 dimensions, at most 6"),
-    "n of 0": (discrete(0), "n is 0, must be 1 or more"),
     "n below 0": (discrete(-5), "n is -5, must be 1 or more"),
-    "n of 2**40": (discrete(2**40), "together may be at most 262144"),
     "n of 2**63 - 1": (discrete(2**63 - 1), "together may be at most 262144"),
     "start + n": (discrete(2, 2**63 - 1), "exceed -2^53 to 2^53"),
-    "no n beside others": (
-        tuple_of(multi([]), discrete(2)),
-        "MultiDiscrete without n",
-    ),
-    "one n of 0": (multi([2, 0]), "[1]: n is 0"),
-    "one n of 2**31": (multi([2, 2**31]), "[1]: n is 2147483648"),
-    "many n": (multi([2**17] * 3), "together may be at most 262144"),
-    "starts for some": (multi([2, 3], [1]), "1 values in start"),
-    "MultiBinary of 2**30": (binary([2**30]), "1073741824 elements in a dimension"),
-    "no kind": (no_space, "a space without a kind"),
-    "no array": (tuple_of(), "no array with an element"),
-    "keys without values": (dict_of(["a", "b"], discrete(2)), "2 keys and 1 values"),
+    "no kind": (lambda w: w.Space(), "a space without a kind"),
     "a key twice": (dict_of("aa", discrete(2), discrete(2)), "comes twice"),
     "17 levels": (nested(17), "17 levels of spaces, at most 16"),
-    "1030 arrays": (tuple_of(*[discrete(2)] * 1030), "1025 arrays, at most 1024"),
 }
 ACTIONS = {
     "Tuple": (tuple_of(discrete(2)), "no policy for the action space Tuple"),
-    "Dict": (dict_of("a", discrete(2)), "no policy for the action space Dict"),
     "MultiBinary": (binary([2]), "no policy for the action space MultiBinary"),
-    "Box of integers": (box("INT64", [2]), "no policy for the action space Box"),
     "n of 2**17": (discrete(2**17), "together may be at most 65536"),
-    "Box of 2**17": (box("FLOAT32", [2**17]), "at most 65536 are allowed"),
     "none": (None, "action_space is missing"),
 }
-TWO_NUMBERS = {
+FIELDS_OF_ANOTHER_KIND = {
     "truncated": ("INT64", [], "must be bool []"),
     "last_action": ("FLOAT32", [], "must be int64 []"),
-    "game_return": ("FLOAT64", [], "must be float32 []"),
-    "game_step": ("INT32", [], "must be int64 []"),
     "game_over": ("BOOL", [2], "must be bool []"),
     "reward": ("FLOAT32", [], "taken by the step"),
-    "": ("FLOAT32", [], "the name is empty"),
     "mask": ("FLOAT32", [], "comes twice"),
     "huge": ("FLOAT64", [2**26], "larger than a message"),
 }
 NUMBERS = {
     "version": (1, "speaks version 1 of the protocol"),
     "num_envs": (0, "num_envs is 0"),
-    "num_envs ": (65536, "num_envs is 65536, allowed are 1 to 16384"),
-    "first_step": (2**63, "first_step"),
     "stream_id": (b"x" * 65, "65 bytes, at most 64"),
-    "environment": ("x" * 1025, "1025 bytes in"),
-    "environment ": ("Pong-v5", "Pong-v5"),
+    "environment": ("Pong-v5", "Pong-v5"),
 }
 
 
@@ -273,7 +234,7 @@ def unusable_hellos(wire):
         if space:
             hello.action_space.CopyFrom(space(wire))
         yield f"action: {name}", hello, words
-    for name, (dtype, shape, words) in TWO_NUMBERS.items():
+    for name, (dtype, shape, words) in FIELDS_OF_ANOTHER_KIND.items():
         hello = make_hello(wire)
         if name in FIELDS and name != "mask":
             del hello.extra_fields[list(FIELDS).index(name)]
@@ -281,7 +242,7 @@ def unusable_hellos(wire):
         yield f"field: {name}", hello, words
     for name, (value, words) in NUMBERS.items():
         hello = make_hello(wire)
-        setattr(hello, name.strip(), value)
+        setattr(hello, name, value)
         yield f"{name}: {str(value)[:20]}", hello, words
 
 
@@ -289,24 +250,13 @@ def bad_rows(wire):
     """(What is wrong, message, what the refusal says)."""
     for name, value, words in (
         ("box", NAN, '["box"]: nan in environment 1, element 0; allowed are finite'),
-        ("box", INF, '["box"]: inf'),
         ("reward", NAN, "reward: nan in environment 1; allowed are finite"),
         ("reward", -INF, "reward: -inf"),
         ("choice", 0, '["choice"]: 0 in environment 1; allowed are 1 to 6'),
-        ("choice", 7, '["choice"]: 7'),
         ("choice", 2**62, '["choice"]: 4611686018427387904'),
-        (
-            "choices",
-            [0, 2],
-            '["choices"]: 2 in environment 1, element 1; allowed are 0',
-        ),
         ("binary", 2, '["binary"]: 2'),
         ("last_action", 5, "last_action: 5 in environment 1; allowed are 0 to 4"),
-        ("last_action", -1, "last_action: -1"),
         ("episode_step", -1, "episode_step: -1"),
-        ("episode_step", 2**60, "episode_step: 1152921504606846976"),
-        ("episode_return", NAN, "episode_return: nan"),
-        ("game_step", -3, "game_step: -3"),
         ("game_return", INF, "game_return: inf"),
     ):
         row = make_row(2)
@@ -314,36 +264,17 @@ def bad_rows(wire):
         yield f"{name} {value}", encode_row(wire, row), words
     row = make_row(2)
     row["truncated"][1] = row["done"][1] = True
-    observation = {k: row[k].copy() for k in ("binary", "box", "choice", "choices")}
+    yield "missing", encode_row(wire, row), "final_observation is missing"
+    observation = [row[k].copy() for k in ("binary", "box", "choice", "choices")]
     # Of what was not truncated the final observation may be anything.
-    observation["choice"][:] = 99
-    yield (
-        "final_observation",
-        encode_row(wire, row, observation.values()),
-        'final_observation: observation["choice"]: 99 in environment 1',
-    )
+    observation[2][:] = 99
+    words = 'final_observation: observation["choice"]: 99 in environment 1'
+    yield "final_observation", encode_row(wire, row, observation), words
     row = make_row(2) | {"box": np.zeros((E, 5), np.float32)}
     yield "shape", encode_row(wire, row), "step: 267 bytes"
     row = make_row(2)
-    del row["mask"]
-    yield "too few", encode_row(wire, row), "step: 243 bytes"
-    row = make_row(2)
     row["done"] = np.full(E, 2, np.uint8)
     yield "bool", encode_row(wire, row), "is neither 0 nor 1"
-    row = make_row(2)
-    yield (
-        "final",
-        encode_row(wire, row, [row["binary"]]),
-        "final_observation: 6 bytes",
-    )
-    observation = [row[k] for k in ("binary", "box", "choice", "choices")]
-    yield "not due", encode_row(wire, row, observation), "no episode is truncated"
-    row = make_row(2)
-    row["truncated"][1] = True
-    words = "truncated is true and done is false in environment 1"
-    yield "no end", encode_row(wire, row, observation), words
-    row["done"][1] = True
-    yield "missing", encode_row(wire, row), "final_observation is missing"
     yield "garbage", b"\xff" * 1000, "malformed"
     hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()
     yield "hello", hello, "a second hello"

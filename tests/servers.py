@@ -1,6 +1,7 @@
 """Environments with predictable rows, servers for them, and pools that play.
 
-Run as a program it serves one of ENVIRONMENTS until its standard input ends:
+Run as a program it serves one of ENVIRONMENTS, or listens as a learner, until its
+standard input ends:
 
     python servers.py '{"env": "Coded", "address": "unix:/tmp/socket"}'
 
@@ -11,15 +12,24 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from gymnasium import spaces
 
-from libtorchbeast import ActorPool, BatchingQueue, DynamicBatcher, Server
+from libtorchbeast import (
+    ActorPool,
+    BatchingQueue,
+    DynamicBatcher,
+    Listener,
+    Security,
+    Server,
+)
 
 NUM_ACTIONS = 7
 _numbers = itertools.count()
@@ -30,11 +40,7 @@ def episode_length(number, episode):
 
 
 class Coded:
-    """One environment with predictable rows, see `rows`.
-
-    The observation says which environment of the process it is, the episode, the step
-    and the last action. Gymnasium's API.
-    """
+    """One environment with predictable rows, see `rows`; Gymnasium's API."""
 
     observation_space = spaces.Box(-1, 2**31 - 1, (4,), np.int32)
     action_space = spaces.Discrete(NUM_ACTIONS, start=2)
@@ -49,6 +55,7 @@ class Coded:
         return self.observation(-1), {}
 
     def observation(self, action):
+        """The environment of the process, the episode, the step, the last action."""
         row = [self.number, self.episode, self.step_number, action]
         return np.array(row, np.int32)
 
@@ -65,10 +72,7 @@ class Coded:
 
 
 def rows(number, policy):
-    """Computes Coded's rows: (observation, reward, done, step, return).
-
-    `policy` gives the action for an observation.
-    """
+    """Computes Coded's rows: (observation, reward, done, step, return)."""
     reward, done, steps, total = 0.0, True, 0, 0.0
     for episode in itertools.count():
         observation = (number, episode, 0, -1)
@@ -125,14 +129,11 @@ class CodedVector:
         return self.row(code, np.zeros(E), np.ones(E, bool), np.zeros(E, bool))
 
     def step(self, actions):
-        assert actions.dtype == np.int64
-        assert actions.shape == (self.num_envs,)
+        assert (actions.dtype, actions.shape) == (np.int64, (self.num_envs,))
         code, reward, ended, cut = [], [], [], []
         final = np.zeros((self.num_envs, 4), np.int32)
-        for e, (env, action) in enumerate(
-            zip(self.envs, actions.tolist(), strict=True)
-        ):
-            observation, r, terminated, truncated, _ = env.step(action + 2)
+        for e, env in enumerate(self.envs):
+            observation, r, terminated, truncated, _ = env.step(int(actions[e]) + 2)
             ended.append(terminated or truncated)
             cut.append(truncated and not terminated)
             if ended[-1]:
@@ -140,10 +141,8 @@ class CodedVector:
                 observation, _ = env.reset()
             code.append(observation)
             reward.append(r)
-        cut = np.array(cut)
-        self.final_observation = (
-            {"code": final, "again": (final[:, ::-1],)} if cut.any() else None
-        )
+        cut, last = np.array(cut), {"code": final, "again": (final[:, ::-1],)}
+        self.final_observation = last if cut.any() else None
         return self.row(np.stack(code), np.array(reward), np.array(ended), cut)
 
 
@@ -201,19 +200,13 @@ ENVIRONMENTS = {
 
 
 class Run:
-    """A pool that plays, with inference by `act(inputs)`.
-
-    `queue` gives rollouts joined to `batch` entries; `result` is the future of run().
-    The first environment that raises ends it, unless max_env_failures is given.
-    """
+    """A pool that plays, with inference by `act`; `result` is the future of run()."""
 
     def __init__(self, addresses, act, state=(), *, T=5, batch=1, **arguments):
         self.queue = BatchingQueue(1, batch, batch, maximum_queue_size=4)
         self.batcher = DynamicBatcher(timeout_ms=1)
-        arguments = {"max_env_failures": 0, **arguments}
-        self.pool = ActorPool(
-            T, self.queue, self.batcher, addresses, state, **arguments
-        )
+        places = self.queue, self.batcher, addresses, state
+        self.pool = ActorPool(T, *places, **{"max_env_failures": 0, **arguments})
         self.act = act
         self.threads = ThreadPoolExecutor(2)
         self.inference = self.threads.submit(self.infer)
@@ -262,11 +255,31 @@ def serving(env_class, address, **arguments):
         server.stop()
 
 
-class ServerProcess:
-    """A server in another process; it listens at `address`."""
+@contextlib.contextmanager
+def listening(listener, num_files=None, token=None):
+    """A learner that plays with whoever joins, with so many descriptors at most."""
+    if num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+    place = Listener(**listener, security=Security(token=token))
+    place.start()
+    with Run([], play_first, listener=place, max_env_failures=1000) as run:
+        drain = threading.Thread(target=lambda: [None for _ in run.queue])
+        drain.start()
+        yield place
+        run.pool.close()
+        drain.join()
+    place.close()
 
-    def __init__(self, env, address, **arguments):
-        arguments = {"env": env, "address": address, **arguments}
+
+def play_first(inputs):
+    (observation, *_), state = inputs
+    return (np.zeros(observation.shape[:2], np.int64),), state
+
+
+class Process:
+    """This file as a program; `address` is where it listens."""
+
+    def __init__(self, **arguments):
         self.process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(arguments)],
             stdin=subprocess.PIPE,
@@ -275,10 +288,10 @@ class ServerProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self.address = self.process.stdout.readline().strip()
-        assert self.address, "the server did not start"
+        assert self.address, "it did not start"
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
     def stop(self):
@@ -286,7 +299,7 @@ class ServerProcess:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
     def __enter__(self):
         return self
@@ -295,15 +308,23 @@ class ServerProcess:
         self.stop()
 
 
+class ServerProcess(Process):
+    """A server in another process; it listens at `address`."""
+
+    def __init__(self, env, address, **arguments):
+        super().__init__(env=env, address=address, **arguments)
+
+
 def main():
     arguments = json.loads(sys.argv[1])
-    env_class = ENVIRONMENTS[arguments.pop("env")]
-    server = Server(env_class, arguments.pop("address"), **arguments)
-    server.start()
-    sys.stdout.write(server.address + "\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-    server.stop()
+    if env := arguments.pop("env", None):
+        place = serving(ENVIRONMENTS[env], **arguments)
+    else:
+        place = listening(**arguments)
+    with place as server:
+        sys.stdout.write(server.address + "\n")
+        sys.stdout.flush()
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

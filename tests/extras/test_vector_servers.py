@@ -5,7 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from test_env_server import T, Vector, play, serving
+from gymnasium import spaces
+from test_env_server import T, play, serving
 
 from libtorchbeast import probe
 from torchbeast.base.errors import FlagError
@@ -13,7 +14,34 @@ from torchbeast.polybeast import learner as polybeast_learner
 from torchbeast.polybeast.remote_envs import make_env_spec
 from torchbeast.runs import flagset
 
-# --- Vectorised environments ----------------------------------------------------------
+
+class Vector:
+    """Two environments; `change` changes its rows from the second on."""
+
+    num_envs = 2
+    observation_space = spaces.Box(-9, 9, (3,))
+    action_space = spaces.Discrete(4, start=2)
+    final_observation = None
+
+    def __init__(self, change=(), extra=()):
+        self.change = dict(change)
+        self.row = {
+            "observation": np.zeros((2, 3), np.float32),
+            "reward": np.zeros(2),
+            "done": np.ones(2, bool),
+            "episode_step": np.zeros(2, np.int32),
+            "episode_return": np.zeros(2),
+            **dict(extra),
+        }
+
+    def initial(self):
+        return self.row
+
+    def step(self, actions):
+        assert actions.dtype == np.int64
+        assert actions.tolist() == [3, 3]  # what the policy wrote
+        row = {**self.row, **self.change}
+        return {key: value for key, value in row.items() if value is not None}
 
 
 def threes(_):

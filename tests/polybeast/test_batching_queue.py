@@ -22,21 +22,12 @@ def leaf(value, width=1, shape=(T, 2)):
     [
         ("batch_dim", 8),
         ("minimum_batch_size", 0),
-        ("maximum_batch_size", -1),
         ("timeout_ms", float("nan")),
-        ("maximum_queue_size", 0),
     ],
 )
 def test_bad_sizes_are_value_errors(name, value):
     with pytest.raises(ValueError, match=rf"{name.removesuffix('_ms')}.*(-|\d|nan)"):
         BatchingQueue(**{name: value})
-
-
-def test_defaults_and_order_of_arguments():
-    BatchingQueue(1, 1, 1024, None, True, None, None)
-    queue = BatchingQueue()
-    assert queue.size() == 0
-    assert queue.is_closed() is False
 
 
 def test_joins_along_the_batch_dimension():
@@ -58,45 +49,28 @@ def test_joins_along_the_batch_dimension():
     assert queue.size() == 0
 
 
-@pytest.mark.parametrize("empty", [(), [], {}, ((), {"a": []})])
-def test_an_empty_nest_is_a_value_error(empty):
-    queue = BatchingQueue()
-    with pytest.raises(ValueError, match="without any array"):
-        queue.enqueue(empty)
-    assert queue.size() == 0
-
-
-def test_too_few_dimensions_are_a_value_error_that_names_the_place():
+def test_items_without_a_batch_are_value_errors_that_name_the_place():
     queue = BatchingQueue(batch_dim=1)
+    with pytest.raises(ValueError, match="without any array"):
+        queue.enqueue(((), {"a": []}))
     with pytest.raises(ValueError, match=r'\[1\]\["x"\].*1 dimension'):
         queue.enqueue((leaf(0), {"x": np.zeros(3)}))
     with pytest.raises(ValueError, match=r"the root.*0 dimensions"):
         queue.enqueue(torch.tensor(1.0))
 
 
-def test_close_twice():
-    queue = BatchingQueue()
-    queue.close()
-    assert queue.is_closed()
-    with pytest.raises(RuntimeError, match="closed already"):
-        queue.close()
-
-
-def test_enqueue_after_close():
-    queue = BatchingQueue()
-    queue.close()
-    with pytest.raises(ClosedBatchingQueue):
-        queue.enqueue(leaf(0))
-    assert issubclass(ClosedBatchingQueue, RuntimeError)
-
-
-def test_iteration_ends_on_close():
+def test_close():
     queue = BatchingQueue()
     with ThreadPoolExecutor() as pool:
         consumers = [pool.submit(list, queue) for _ in range(3)]
         queue.close()
         assert [c.result(timeout=10) for c in consumers] == [[], [], []]
-    assert list(queue) == []
+    assert queue.is_closed()
+    with pytest.raises(RuntimeError, match="closed already"):
+        queue.close()
+    with pytest.raises(ClosedBatchingQueue):
+        queue.enqueue(leaf(0))
+    assert issubclass(ClosedBatchingQueue, RuntimeError)
 
 
 def test_enqueue_on_a_full_queue_lets_other_threads_consume():
@@ -133,14 +107,6 @@ class TestAllocator:
             assert batch[0, :, 0].tolist() == [round_, 7]
             del batch
         assert len(blocks) == 1
-
-    def test_also_a_single_item(self):
-        queue = BatchingQueue(allocator=bytearray)
-        item = torch.ones(T, 1)
-        queue.enqueue(item)
-        batch = next(queue)
-        assert batch.data_ptr() != item.data_ptr()
-        assert batch.sum() == T
 
     @pytest.mark.parametrize(
         ("allocator", "error", "match"),

@@ -36,27 +36,6 @@ def serve(batcher, answer):
     return thread
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("minimum_batch_size", 0),
-        ("timeout_ms", -5),
-    ],
-)
-def test_bad_sizes_are_value_errors(name, value):
-    with pytest.raises(ValueError, match=name.removesuffix("_ms")):
-        DynamicBatcher(**{name: value})
-
-
-def test_defaults_and_order_of_arguments():
-    DynamicBatcher(1, 1, 1024, 100, True, None)
-    DynamicBatcher(timeout_ms=None)
-    batcher = DynamicBatcher()
-    assert batcher.size() == 0
-    assert batcher.is_closed() is False
-    assert iter(batcher) is batcher
-
-
 def test_everybody_gets_the_own_part(threads):
     batcher = DynamicBatcher(minimum_batch_size=4, timeout_ms=20)
     sizes = []
@@ -113,21 +92,8 @@ def test_a_batch_dropped_unanswered(threads):
     assert issubclass(AsyncError, RuntimeError)
 
 
-def test_set_error(threads):
-    batcher = DynamicBatcher()
-    future = threads.submit(batcher.compute, entry(1))
-    batch = next(batcher)
-    batch.set_error("the model is out: ü")
-    with pytest.raises(AsyncError, match="the model is out: ü"):
-        future.result(timeout=10)
-    with pytest.raises(RuntimeError, match="answered before"):
-        batch.set_outputs(entry(1))
-
-
 def test_faulty_inputs_are_the_callers_error():
     batcher = DynamicBatcher()
-    with pytest.raises(ValueError, match="without any array"):
-        batcher.compute(())
     with pytest.raises(ValueError, match=r'\["x"\].*1 dimension'):
         batcher.compute({"x": np.zeros(3)})
     with pytest.raises(TypeError, match=r"\[0\].*str"):

@@ -5,14 +5,12 @@ Real pools, servers, clients and processes; the learners here are pools of the t
 
 import argparse
 import collections
-import contextlib
 import functools
 import re
 import signal
 import socket
 import threading
 import time
-from typing import ClassVar
 
 import pytest
 import servers
@@ -73,25 +71,6 @@ class Told:
         return Environment()
 
 
-class Seeded(Coded):
-    """Gymnasium's reset, which takes a seed."""
-
-    seeds: ClassVar[list] = []
-
-    def reset(self, *, seed=None):
-        if self.episode == -1:
-            self.seeds.append(seed)
-        return super().reset()
-
-
-class OldGymSeeded(Coded):
-    seeds: ClassVar[list] = []
-
-    def seed(self, seed):
-        assert self.episode == -1
-        self.seeds.append(seed)
-
-
 def playing(addresses, **arguments):
     return Run(addresses, act, initial_state(), **arguments)
 
@@ -113,51 +92,25 @@ def test_streams_are_numbered_and_a_new_one_is_never_an_old_one(tmp_path):
     assert sorted(told.calls[2:]) == [(5, 3), (5, 4)]
 
 
-def test_who_only_asks_gets_no_number(tmp_path):
-    told = Told()
-    with serving(told, f"unix:{tmp_path}/a") as server:
-        probe(server.address)
-        with playing([server.address]) as run:  # a learner without a seed
-            next(run.queue)
-    assert told.calls == [None, None]
-
-
 def test_environments_without_begin_stream_get_a_seed(tmp_path):
-    for env_class in (Seeded, OldGymSeeded):
-        env_class.seeds = []
-        for seed, stream in ((5, 0), (5, 0), (6, 0), (5, 1)):
-            with (
-                serving(env_class, f"unix:{tmp_path}/a") as server,
-                playing([server.address], seed=seed, first_stream=stream) as run,
-            ):
-                next(run.queue)
-        first, again, *different = env_class.seeds
-        assert first == again
-        assert len({first, *different}) == 3
-        assert all(0 <= seed < 2**31 for seed in env_class.seeds)
-        assert all(type(seed) is int for seed in env_class.seeds)
+    seeds = []
 
+    class Seeded(Coded):
+        def reset(self, *, seed=None):  # Gymnasium's
+            if self.episode == -1:
+                seeds.append(seed)
+            return super().reset()
 
-def test_joined_ones_are_numbered_as_they_come_and_keep_their_games(tmp_path):
-    address = f"unix:{tmp_path}/learner"
-    told = Told()
-    with contextlib.ExitStack() as clients:
-        for _ in range(2):
-            client = Client(told, address, maximum_downtime_s=None)
-            thread = threading.Thread(target=client.run)
-            clients.callback(thread.join)
-            clients.callback(client.stop)
-            thread.start()
-        time.sleep(0.3)
-        assert not told.calls, "reset before a learner was there"
-        for seed in (7, 8):  # of two learners, one after the other
-            listener = Listener(address, seed=seed)
-            listener.start()
-            with playing([], listener=listener) as run:
-                wait_until(lambda: run.pool.stats()["num_connected"] == 2, "both play")
-                next(run.queue)
-            listener.close()
-    assert sorted(told.calls) == [(7, 0), (7, 1)]
+    for seed, stream in ((5, 0), (5, 0), (6, 0), (5, 1)):
+        with (
+            serving(Seeded, f"unix:{tmp_path}/a") as server,
+            playing([server.address], seed=seed, first_stream=stream) as run,
+        ):
+            next(run.queue)
+    first, again, *different = seeds
+    assert first == again
+    assert len({first, *different}) == 3
+    assert all(type(seed) is int and 0 <= seed < 2**31 for seed in seeds)
 
 
 # --- Settings -------------------------------------------------------------------------
@@ -175,42 +128,35 @@ def expected(*argv):
 
 
 def test_settings_are_all_flags_that_shape_the_environments():
-    settings = env_connection.environment_settings(
-        env_flags(
-            *("--preset=sticky-atari", "--env_kwargs={}", "--wrapper=a:b"),
-            "--mask_actions",
-        )
-    )
+    def settings_of(*words, **changes):
+        return env_connection.environment_settings(env_flags(*words, **changes))
+
+    words = ("--preset=sticky-atari", "--env_kwargs={}", "--wrapper=a:b")
+    settings = settings_of(*words, "--mask_actions")
     assert settings.keys() == (Environment.declared() | Atari.declared()).keys()
     assert settings["sticky_actions"] == "0.25"
     assert settings["life_loss"] == "False"
     # A preset and the command line may write a number in two ways.
-    for flags in (env_flags(sticky_actions=0), env_flags("--sticky_actions=0")):
-        settings = env_connection.environment_settings(flags)
-        assert settings["sticky_actions"] == "0.0"
-    # Flags without a value are left out.
-    assert not settings.keys() & {"env_kwargs", "wrapper", "mask_actions"}
-    # False is no value, if it means the same.
-    flags = env_flags("--no-mask_actions")
-    assert "mask_actions" not in env_connection.environment_settings(flags)
+    assert settings_of(sticky_actions=0)["sticky_actions"] == "0.0"
+    # Flags without a value are left out, and False if it means the same.
+    left_out = {"env_kwargs", "wrapper", "mask_actions"}
+    assert not settings_of("--no-mask_actions").keys() & left_out
     # The order and the spaces of JSON have no meaning.
     for text in ('{"b": 1, "a": [2]}', '{"a":[2],"b":1}'):
-        settings = env_connection.environment_settings(env_flags("--env_kwargs", text))
+        settings = settings_of("--env_kwargs", text)
         assert settings["env_kwargs"] == '{"a": [2], "b": 1}'
     # Atari's flags have no effect elsewhere.
-    flags = env_flags("--env=CartPole-v1", "--sticky_actions=0.5")
-    assert env_connection.environment_settings(flags) == {"env": "CartPole-v1"}
+    settings = settings_of("--env=CartPole-v1", "--sticky_actions=0.5")
+    assert settings == {"env": "CartPole-v1"}
 
 
 CASES = {
     "E": ({"num_envs": 3}, {}, "--envs_per_actor 1 (this learner: 3)"),
-    "name": ({"name": "Pong"}, {}, "--env Code (this learner: Pong)"),
     "value": (
         {"settings": {"a": "1", "b": "2"}},
         {"a": "0", "b": "1"},
         "--a 0 (this learner: 1), --b 1 (this learner: 2); give both sides the same",
     ),
-    "missing": ({"settings": {"a": "1"}}, {"b": "1"}, "no --a (this learner: 1), --b"),
     # Not ten flags that only one of the two environments has.
     "env": (
         {"name": "Pong", "settings": {"env": "Pong", "a": "1"}},
@@ -238,18 +184,6 @@ def test_who_has_other_settings_is_refused_by_name(case, tmp_path):
         Client(Coded, listener.address, **described).run()
     assert words in listener.stats()["last_refusal"]
     listener.close()
-
-
-def test_the_time_to_connect_begins_when_the_servers_have_started(tmp_path):
-    words = [f"--pipes_basename=unix:{tmp_path}/s", "--connect_timeout=0.3"]
-    words += ["--num_servers=1", "--num_actors=1"]
-    envs = RemoteEnvs(flagset.parse(polybeast_learner.make_parser(), words), seed=1)
-    begun = time.monotonic()
-    with pytest.raises(
-        TransportError, match=r"within 0\.3 s \(--connect_timeout\): no "
-    ):
-        envs.find_env_spec(lambda: time.monotonic() - begun < 1.5)
-    assert time.monotonic() - begun > 1.5
 
 
 # --- Why a connection can't work ------------------------------------------------------
@@ -280,45 +214,57 @@ def test_why_tls_cannot_work(tls):
     one_sided = tls.identity("learner")
     both_sided = {**one_sided, **tls.ca()}
     cases = [
-        (one_sided, trusting, None),
         (both_sided, us, None),
         (one_sided, {"tls_ca": one_sided["tls_cert"], **named}, None),  # pinned
         ({}, {}, None),
-        (one_sided, {"tls": True, **named}, "This side trusts --tls_ca"),
-        (one_sided, named, "This side trusts --tls_ca"),
-        (one_sided, {**trusting, "tls_server_name": None}, "--tls_server_name"),
-        (one_sided, {**tls.ca("foreign"), **named}, "This side trusts --tls_ca"),
+        (one_sided, named, "certificate of the other side is not valid"),
+        (one_sided, {**trusting, "tls_server_name": None}, "not valid: IP"),
+        (one_sided, {**tls.ca("foreign"), **named}, "not valid"),
         (tls.identity("expired-learner"), trusting, "certificate has expired"),
         (one_sided, {}, "do not agree on TLS: it speaks TLS"),
         ({}, trusting, "do not agree on TLS: it speaks plain TCP"),
         (both_sided, trusting, "it ends the connection"),
         (both_sided, {}, "it speaks TLS"),
-        (
-            both_sided,
-            {**us, **tls.identity("foreign-client")},
-            "foreign-client.pem)",
-        ),
-        (
-            both_sided,
-            {**us, **tls.identity("expired-client")},
-            "expired-client.pem)",
-        ),
+        (both_sided, {**us, **tls.identity("foreign-client")}, "foreign-client.pem"),
+        (both_sided, {**us, **tls.identity("expired-client")}, "expired-client.pem"),
     ]
     for listens, dials, words in cases:
         listener = Listener("127.0.0.1:0", security=Security(**listens))
         listener.start()
         fault = security.tls_fault(listener.address, flags_of(**dials))
-        if words is None:
-            assert fault is None, fault
-        else:
-            assert fault, words
-            assert words in fault
+        assert fault is None if words is None else words in fault, (fault, words)
         assert "\n" not in (fault or "")
         listener.close()
     # Nobody is there; that may pass.
-    assert security.tls_fault(listener.address, flags_of(**us)) is None
-    for nobody in ("unix:/tmp/nobody", "a..b:1", f"{'a' * 99}:1"):
+    for nobody in (listener.address, "unix:/tmp/nobody", "a..b:1", f"{'a' * 99}:1"):
         assert security.tls_fault(nobody, flags_of(**us)) is None
+
+
+def test_a_server_that_does_not_answer_delays_the_others_little(tmp_path, caplog):
+    """And the time to connect begins when the servers have started."""
+    parser = polybeast_learner.make_parser()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        good = f"unix:{tmp_path}/good"
+        words = ["--env=Code", "--envs_per_actor=1", "--connect_timeout=200"]
+        words += [f"--server_addresses={address},{good}", "--num_actors=2"]
+        flags = flagset.parse(parser, words)
+        settings = env_connection.environment_settings(flags)
+        with serving(Coded, good, name="Code", settings=settings):
+            begun = time.monotonic()
+            spec = RemoteEnvs(flags, seed=1).find_env_spec(lambda: None)
+            assert time.monotonic() - begun < 30
+            assert spec.num_envs == 1
+    assert f"{address} can't be used for now: " in caplog.text
+    words = [f"--pipes_basename=unix:{tmp_path}/s", "--connect_timeout=0.3"]
+    envs = RemoteEnvs(flagset.parse(parser, [*words, "--num_actors=1"]), seed=1)
+    begun = time.monotonic()
+    words = r"within 0\.3 s \(--connect_timeout\): no "
+    with pytest.raises(TransportError, match=words):
+        envs.find_env_spec(lambda: time.monotonic() - begun < 1.5)
+    assert time.monotonic() - begun > 1.5
 
 
 # --- polybeast_env --join -------------------------------------------------------------
@@ -405,18 +351,3 @@ def act_zero(inputs):
 
     (_, _, done, *_), _ = inputs
     return (torch.zeros(done.shape, dtype=torch.int64),), ()
-
-
-def test_a_machine_that_does_not_answer_is_asked_last():
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        silent, closed, real = sockets
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        silent.listen(0)  # while one waits, no other gets an answer
-        stack.enter_context(socket.create_connection(silent.getsockname()))
-        real.listen(5)
-        places = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-        order = env_connection.reachable_first([*places, "unix:/tmp/nobody", "a..b:1"])
-        closed.close()
-    assert order == [places[2], "unix:/tmp/nobody", *places[:2], "a..b:1"]

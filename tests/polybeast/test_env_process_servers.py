@@ -89,25 +89,3 @@ def test_a_server_hosts_one_stream_at_a_time(tmp_path):
     assert lives[0] == lives[1] == lives[3] == here
     assert len(lives[2]) == 1
     assert not lives[2] & here
-
-
-def test_a_client_lives_in_the_thread_that_calls_run(tmp_path):
-    places = set()
-    address = f"unix:{tmp_path}/socket"
-    client = libtorchbeast.Client(lambda: Placed(places), address)
-
-    def use():
-        try:
-            listener = libtorchbeast.Listener(address)
-            listener.start()
-            with Run([], act, listener=listener) as run:
-                next(iter(run.queue))
-                client.stop()
-        finally:
-            client.stop()
-
-    with ThreadPoolExecutor(1) as threads:
-        used = threads.submit(use)
-        client.run(here=True)
-        used.result(timeout=30)
-    assert places == {threading.get_ident()}

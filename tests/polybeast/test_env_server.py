@@ -1,6 +1,5 @@
 """libtorchbeast.Server and probe: environments, addresses, security."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -54,33 +53,10 @@ class Env:
         return self.observe(), 1.0, False, False, {}
 
 
-class Vector:
-    """Two environments; `change` changes its rows from the second on."""
-
+class VectorWithout:
     num_envs = 2
     observation_space = spaces.Box(-9, 9, (3,))
-    action_space = spaces.Discrete(4, start=2)
-    final_observation = None
-
-    def __init__(self, change=(), extra=()):
-        self.change = dict(change)
-        self.row = {
-            "observation": np.zeros((2, 3), np.float32),
-            "reward": np.zeros(2),
-            "done": np.ones(2, bool),
-            "episode_step": np.zeros(2, np.int32),
-            "episode_return": np.zeros(2),
-            **dict(extra),
-        }
-
-    def initial(self):
-        return self.row
-
-    def step(self, actions):
-        assert actions.dtype == np.int64
-        assert actions.tolist() == [3, 3]  # what the policy wrote
-        row = {**self.row, **self.change}
-        return {key: value for key, value in row.items() if value is not None}
+    action_space = initial = step = None
 
 
 # --- Spaces ---------------------------------------------------------------------------
@@ -124,24 +100,13 @@ class NoSpaces:
         return {**self.reset(), "speed": float(len(self.actions))}, 1.0, self.done, {}
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        torch.tensor([[3]]),
-        torch.tensor([[[0.5, -2.0]]]),
-        torch.tensor([[True]]),
-        torch.zeros(1, 1, 2, 0, dtype=torch.uint8),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("action", [torch.tensor([[3]]), torch.tensor([[[0.5, -2.0]]])])
 def test_without_spaces_arrays_are_sent_as_they_are(address, action):
     env = NoSpaces()
     with serving(lambda: env, address):
         assert probe(address)["action_space"] is None
         (observation, reward, done, *_), actions = play(address, lambda _: action)
     assert observation["frame"].shape == (T + 1, 1, 2, 3)
-    assert observation["frame"].dtype == torch.uint8
-    assert observation["speed"].dtype == torch.float64
     assert observation["speed"][:, 0].tolist() == [0.5, 1, 2, 0.5, 4, 5]
     assert reward[:, 0].tolist() == [0, 1, 1, 1, 1, 1]
     assert done[:, 0].tolist() == [True, False, False, True, False, False]
@@ -153,9 +118,6 @@ def test_without_spaces_arrays_are_sent_as_they_are(address, action):
 
 def test_what_cannot_get_better_ends_at_once(address):
     """With one message; and nobody waits for the pool's queue or batcher."""
-
-    class VectorWithout(Vector):
-        action_space = None
 
     made = []
     for env_class, words in (
@@ -193,12 +155,9 @@ def test_what_cannot_get_better_ends_at_once(address):
 @pytest.mark.parametrize(
     ("space", "observe"),
     [
-        (spaces.Box(-9, 9, (2, 3)), lambda: np.arange(6.0).reshape(2, 3)),
         (spaces.Box(-9, 9, (2, 3)), lambda: np.arange(6).reshape(3, 2).T),
         (spaces.Box(0, 9, (2, 3), np.uint8), lambda: [[1, 2, 3], [4, 5, 6]]),
-        (spaces.Discrete(5), lambda: 3),
         (spaces.Discrete(5), lambda: np.int32(3)),
-        (spaces.MultiBinary(3), lambda: np.array([True, False, True])),
         (spaces.MultiDiscrete([3, 2]), lambda: np.array([2, 1], np.int32)),
         (spaces.Box(0, 9, (2, 3)), lambda: torch.ones(2, 3)),
     ],
@@ -216,9 +175,7 @@ def test_observations_become_what_the_space_says(space, observe, address):
 @pytest.mark.parametrize(
     ("space", "observation", "match"),
     [
-        (spaces.Box(0, 9, (3,), np.uint8), np.zeros(3), "float64.*uint8"),
         (spaces.Box(0, 9, (1,), np.uint8), np.array([300], "u2"), "outside of uint8"),
-        (spaces.Discrete(3), 1.5, "float64.*int64"),
         (spaces.Box(0, 9, (3,)), np.zeros(4, np.float32), r"\[4\], not float32 \[3\]"),
         (spaces.Tuple([spaces.Discrete(3)] * 2), (1, 2, 0), "tuple of 2.*has 3"),
         (spaces.Dict(x=spaces.Discrete(3)), {"y": 1}, 'with the key "x"'),
@@ -234,33 +191,13 @@ def test_observations_that_do_not_fit(space, observation, match, address):
     assert "observation" in str(info.value) or "Overflow" in str(info.value)
 
 
-def test_observations_may_be_written_over_in_place(address):
-    class InPlace(Env):
-        def __init__(self):
-            super().__init__()
-            self.picture = np.zeros(3, np.int64)
-
-        def reset(self):
-            return self.picture, {}
-
-        def step(self, action):
-            self.picture += 1
-            return self.picture, 0.0, False, False, {}
-
-    with serving(InPlace, address):
-        (observation, *_), _ = play(address, zero)
-    assert observation[:, 0, 0].tolist() == list(range(T + 1))
-
-
 # --- Actions --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("space", "sent", "got"),
     [
-        (spaces.Discrete(7), torch.tensor(6), 6),
         (spaces.Discrete(7, start=10), torch.tensor(6), 16),
-        (spaces.MultiDiscrete([3, 2, 4]), torch.tensor([2, 0, 3]), np.array([2, 0, 3])),
         (
             spaces.MultiDiscrete([3, 2], start=[1, 5]),
             torch.tensor([2, 0]),
@@ -276,7 +213,6 @@ def test_observations_may_be_written_over_in_place(address):
             torch.tensor([-3.0, 1.5]),
             np.array([-1.0, 1.5]),
         ),
-        (spaces.Box(-1, 1, ()), torch.tensor(9.0), np.array(1.0, np.float32)),
         (
             spaces.Box(0, 9, (2,), np.int32),
             torch.tensor([3, 4], dtype=torch.int32),
@@ -320,13 +256,12 @@ def test_actions(space, sent, got, address):
     assert len(envs[0].actions) >= T
 
 
-@pytest.mark.parametrize("action", [-1, 7])
-def test_actions_out_of_range(action, address):
+def test_actions_out_of_range(address):
     with (
         serving(lambda: Env(action_space=spaces.Discrete(7, start=3)), address),
-        pytest.raises(RuntimeError, match=f"action {action} is out of range.*0 to 6"),
+        pytest.raises(RuntimeError, match=r"action 7 is out of range.*0 to 6"),
     ):
-        play(address, lambda _: torch.full((1, 1), action))
+        play(address, lambda _: torch.full((1, 1), 7))
 
 
 # --- Single environments --------------------------------------------------------------
@@ -336,16 +271,10 @@ def test_actions_out_of_range(action, address):
     ("result", "match"),
     [
         ((0, 1.0, False), "4-tuple|tuple of 3"),
-        (None, "NoneType"),
         ((np.zeros(3, np.float32), "much", False, {}), "'much' as reward.*one number"),
-        ((np.zeros(3, np.float32), None, False, {}), "None as reward.*one number"),
         (
             (np.zeros(3, np.float32), 0.0, np.array([True, False]), {}),
             "array.* as done, which must be one bool",
-        ),
-        (
-            (np.zeros(3, np.float32), 0.0, False, np.zeros(2), {}),
-            "array.* as truncated, which must be one bool",
         ),
     ],
 )
@@ -358,7 +287,7 @@ def test_what_step_must_return(result, match, address):
         play(address, zero)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("error", [SystemExit, ValueError])
 def test_whatever_an_environment_raises_reaches_the_learner(error, address):
     class Raises(Env):
         def step(self, action):
@@ -369,33 +298,6 @@ def test_whatever_an_environment_raises_reaches_the_learner(error, address):
         pytest.raises(RuntimeError, match=rf"(?s)Traceback.*{error.__name__}: enough"),
     ):
         play(address, zero)
-
-
-def test_the_environment_is_closed_when_its_stream_ends(address):
-    closed = threading.Event()
-    threads = set()
-
-    class Closes(Env):
-        def __init__(self):
-            super().__init__()
-            threads.add(threading.get_ident())
-
-        def step(self, action):
-            threads.add(threading.get_ident())
-            return super().step(action)
-
-        def close(self):
-            threads.add(threading.get_ident())
-            closed.set()
-
-    with serving(Closes, address) as server:
-        play(address, zero)
-        assert closed.wait(timeout=20)
-        assert server.stats()["num_steps"] >= T
-        while server.stats()["num_streams"] > 0:
-            pass
-    assert len(threads) == 1
-    assert threads != {threading.get_ident()}
 
 
 def test_environments_are_closed_by_stop(address):

@@ -1,13 +1,10 @@
 """The module libtorchbeast: arrays in and out, importing, threads."""
 
 import gc
-import random
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -58,44 +55,25 @@ def test_every_dtype_goes_through(name):
     "view",
     [
         lambda x: x.swapaxes(0, 2),
-        lambda x: x[:, ::2],
         lambda x: x[1:, 1:, 1:],
         lambda x: x[:, :1].expand(3, 4, 5) if isinstance(x, torch.Tensor) else x[:, :1],
-        lambda x: x[:0],
     ],
 )
 def test_any_strides(view):
     array = np.arange(60).reshape(3, 4, 5)
     for x in (view(array), view(torch.from_numpy(array))):
-        if x.shape[0] == 0:
-            with pytest.raises(ValueError, match="0 entries"):
-                through(x)
-            continue
         np.testing.assert_array_equal(through(x, x), np.concatenate([x, x]))
 
 
-def test_negative_strides_and_foreign_byte_order():
+def test_negative_strides_foreign_byte_order_and_read_only_memory():
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     np.testing.assert_array_equal(through(array[::-1, ::-1]), array[::-1, ::-1])
-    swapped = array.astype(">i4")
-    result = through(swapped)
+    result = through(array.astype(">i4"))
     assert result.dtype == torch.int32
     np.testing.assert_array_equal(result, array)
-
-
-def test_unaligned_memory_is_copied():
-    array = np.frombuffer(bytearray(33), np.uint8)[1:].view(np.float64)
-    array[:] = range(4)
-    assert not array.flags.aligned
-    assert through(array).tolist() == [0, 1, 2, 3]
-
-
-def test_read_only_memory_is_copied():
-    array = np.arange(4)
     array.flags.writeable = False
-    result = through(array)
-    result[0] = 9
-    assert array[0] == 0
+    through(array)[0] = 9
+    assert array[0, 0] == 0
 
 
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros])
@@ -118,13 +96,10 @@ def test_gradients_are_detached():
     [
         (torch.zeros(2, device="meta"), ValueError, r"device meta.*\.cpu\(\)"),
         (torch.zeros(2, dtype=torch.bfloat16), ValueError, r"bfloat16.*\.float\(\)"),
-        (torch.zeros(2).to_sparse(), ValueError, "dense"),
         (np.zeros(2, np.complex64), ValueError, "complex64.*allowed are bool"),
-        (np.array(["a"]), ValueError, "<U1"),
         (np.array([{}]), ValueError, "object"),
         (np.zeros((1,) * 9), ValueError, "more than 8 dimensions"),
         (1.0, TypeError, "torch tensor or a NumPy array, not float"),
-        (None, TypeError, "NoneType"),
         ({1, 2}, TypeError, "set"),
     ],
 )
@@ -213,44 +188,3 @@ def test_errors_keep_no_references():
 
 
 # --- Threads --------------------------------------------------------------------------
-
-
-def test_close_in_the_middle_of_everything():
-    rng = random.Random(1)
-
-    def produce(queue):
-        while True:
-            queue.enqueue((np.zeros((1, 1)), [torch.zeros(1, 1)]))
-
-    def consume(queue, number, enough):
-        for i, _ in enumerate(queue):
-            if i == number:
-                enough.set()
-
-    def ask(batcher):
-        while True:
-            batcher.compute(torch.zeros(1, 1))
-
-    def answer(batcher):
-        for batch in batcher:
-            batch.set_outputs(batch.get_inputs())
-
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(100):
-            queue = BatchingQueue(minimum_batch_size=2, maximum_queue_size=2)
-            batcher = DynamicBatcher(minimum_batch_size=2, timeout_ms=1)
-            enough = threading.Event()
-            end_by_error = [pool.submit(produce, queue) for _ in range(2)]
-            end_by_error += [pool.submit(ask, batcher) for _ in range(2)]
-            end = [
-                pool.submit(consume, queue, rng.randrange(20), enough),
-                pool.submit(answer, batcher),
-            ]
-            enough.wait()
-            queue.close()
-            batcher.close()
-            for future in end_by_error:
-                with pytest.raises(ClosedBatchingQueue):
-                    future.result(timeout=30)
-            for future in end:
-                future.result(timeout=30)

@@ -38,14 +38,7 @@ def answer():
 
 BLOCKING = {
     "dequeue": "next(queue)",
-    "enqueue": """
-full = BatchingQueue(maximum_queue_size=1)
-full.enqueue(x)
-full.enqueue(x)
-""",
-    "next_batch": "next(batcher)",
     "compute": "batcher.compute(x)",
-    "pool_dialling": "ActorPool(4, queue, batcher, [address], ()).run()",
     "pool_running": """
 server = Server(Env, address)
 server.start()
@@ -130,35 +123,9 @@ def test_the_interpreter_ends_while_daemon_threads_block(call, start, tmp_path):
     assert not (tmp_path / "socket").exists()
 
 
-def test_a_fork_leaves_the_servers_of_its_parent_alone(start, tmp_path):
-    path = tmp_path / "socket"
-    process = start(
-        """
-import os
-server = Server(Env, address)
-server.start()
-pool = ActorPool(4, queue, batcher, [address], ())
-child = os.fork()
-if child == 0:
-    del server, pool
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-print(probe(address)["num_envs"])
-""",
-        path,
-    )
-    out, errors = process.communicate(timeout=runs.patience(30))
-    assert (process.returncode, out) == (0, "1\n"), errors
-    assert not path.exists()
-
-
 FORK_USES = {
     "enqueue": "queue.enqueue(np.zeros((1, 1)))",
-    "next": "next(queue)",
     "a new queue": "BatchingQueue()",
-    "a new server": "Server(Env, address + '2')",
-    "start": "second.start()",
-    "stop": "server.stop()",
     "probe": "probe(address)",
     "run": "pool.run()",
 }
@@ -172,7 +139,6 @@ import os, signal
 import numpy as np
 server = Server(Env, address)
 server.start()
-second = Server(Env, address + "2")
 pool = ActorPool(4, queue, batcher, [address], ())
 probe(address)
 child = os.fork()

@@ -1,9 +1,6 @@
 """What a learner logs about its peers, and what of their texts."""
 
-import itertools
 import logging
-import time
-from types import SimpleNamespace
 
 import pytest
 import servers
@@ -37,16 +34,14 @@ def test_one_peer_does_not_silence_the_others(caplog):
     assert server in caplog.text
 
 
-def test_peers_without_number_take_bounded_memory(caplog):
+def test_peers_without_number(caplog):
     log = PeerLog()
-    for i in range(3 * remote_envs.MAX_PEERS):
+    for i in range(3 * remote_envs.MOST_REFUSED):
         log.report((refusals(f"ipv4:10.1.{i // 256}.{i % 256}", 1), 0))
     lost = "the environment server at unix:/tmp/a.0 is lost: why"
     log.report(([(0.0, "lost", lost)], 0))
     assert lost in caplog.text, "strangers do not silence a stream of the run"
-    assert len(log.lines) <= remote_envs.MAX_PEERS + 2
-    most = remote_envs.MAX_PEERS + remote_envs.LINES
-    assert caplog.text.count("A stream is refused") == most
+    assert caplog.text.count("A stream is refused") == remote_envs.MOST_REFUSED
 
 
 class Evil(servers.Coded):
@@ -83,23 +78,3 @@ def test_texts_of_peers_are_escaped(address, tmp_path):
     with servers.Run([server.address], act, initial_state()) as run:
         assert_harmless(str(run.error()))
     server.stop()
-
-
-def test_the_first_are_passed_over_if_they_are_very_slow():
-    """They make a step again and again, and others wait for their turn."""
-    envs = object.__new__(remote_envs.RemoteEnvs)
-    envs.flags, envs.patience = SimpleNamespace(actor_timeout=60.0), 0.05
-    passed, begun = [], time.monotonic()
-    envs.listener = SimpleNamespace(
-        pass_over=lambda: passed.append(time.monotonic() - begun),
-        wants_other=lambda hello: bool(passed),
-        events=lambda: ([], 0),
-    )
-    steps = itertools.count()
-    pool = SimpleNamespace(count=lambda: next(steps), events=lambda: ([], 0))
-    queue = SimpleNamespace(size=lambda: 0)
-    group = SimpleNamespace(pool=pool, queue=queue, items_per_batch=1)
-    envs.peer_log = PeerLog()
-    assert not envs.settle(group, SimpleNamespace(hello=b""), [])
-    assert 0.5 < passed[0] < 5
-    assert envs.patience == 0.1

@@ -23,11 +23,9 @@ def bad_flags(tmp_path):
     certificates.make("other", "IP:127.0.0.1")
     one, other = certificates.identity("one"), certificates.identity("other")
     missing, empty, text = (tmp_path / x for x in ("missing", "empty", "text"))
-    binary, half, spaced = (tmp_path / x for x in ("binary", "half", "spaced"))
-    spaced.write_text("a secret")
+    binary = tmp_path / "binary"
     empty.touch()
     text.write_text("not a certificate")
-    half.write_text("-----BEGIN CERTIFICATE-----\nhalf")
     binary.write_bytes(b"\xff\xfe")
     here = "127.0.0.1:0"
     return [
@@ -35,12 +33,9 @@ def bad_flags(tmp_path):
         ({"bind": "127.0.0.1:65534", "num_servers": 3}, "with 3 ports from PORT on"),
         ({"bind": here, "tls_cert": missing, "tls_key": missing}, "No such file"),
         ({"bind": here, "tls_cert": text, "tls_key": text}, f"--tls_cert {text}"),
-        ({"bind": here, **one, "tls_cert": half}, f"--tls_cert {half}"),
         ({"bind": here, **one, "tls_key": other["tls_key"]}, "key values mismatch"),
-        ({"bind": here, "tls_cert": one["tls_cert"]}, "--tls_key None: No such file"),
         ({"bind": here, **one, "tls_ca": text}, "--tls_ca"),
         ({"token_file": empty}, "must have printable ASCII"),
-        ({"token_file": spaced}, f"--token_file {spaced} must have printable ASCII"),
         ({"token_file": binary}, "is not text in UTF-8"),
     ]
 
@@ -75,16 +70,6 @@ def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path
     finally:
         first.process.send_signal(signal.SIGTERM)
         first.wait_for_end(143)
-
-
-def test_polybeast_cannot_listen(learn, tmp_path):
-    """If the connection can't work, both sides end with one message."""
-    run = learn(
-        module="torchbeast.polybeast", pipes_basename=f"unix:{tmp_path}/nowhere/pipe"
-    )
-    run.wait_for_end(1)
-    assert "No such file or directory" in run.console
-    assert not run.path.exists()
 
 
 # --- No partial unroll ----------------------------------------------------------------

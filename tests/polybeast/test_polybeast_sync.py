@@ -2,9 +2,7 @@
 
 import pytest
 import runs
-from test_polybeast import POLYBEAST, resolve
-
-from torchbeast.base.errors import FlagError
+from test_polybeast import POLYBEAST
 
 SYNC = {
     "num_actors": 2,
@@ -65,25 +63,6 @@ def test_sync_gives_monobeasts_updates(tmp_path, env, rounds, more):
     assert len(mono) == 3 * rounds
     assert int(mono[-1]["episodes"]) > 5
     assert_logs_agree(mono, poly)
-
-
-def test_sync_can_not_be_resumed():
-    words = ["--num_actors", "2", "--num_servers", "2", "--sync"]
-    with pytest.raises(FlagError, match="can't resume exactly"):
-        resolve(*words)
-    assert resolve(*words, "--disable_checkpoint").sync
-
-
-@pytest.mark.slow
-def test_two_runs_are_equal(tmp_path):
-    flags = {**SYNC, "env": "CartPole-v1", "total_steps": 6 * 7 * 20, **WITH_STATE}
-    logs = []
-    for name in "ab":
-        place = {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/{name}.pipe"}
-        runs.run(tmp_path, name, **flags, **place, num_servers=2)
-        logs.append(runs.without_time(runs.read_logs(tmp_path, name)))
-    assert len(logs[0]) == 60
-    assert logs[0] == logs[1]
 
 
 @pytest.mark.slow

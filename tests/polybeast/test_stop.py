@@ -5,13 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import runs
 import torch
-from servers import Run, serving
-from test_env_server import Env, play, zero
+from servers import Run
 
 from libtorchbeast import Listener
 
@@ -148,11 +146,7 @@ def zeros(inputs):
     ("end", "where", "how"),
     [
         ("stop", "step", "sleeps"),
-        ("stop", "step", "spins"),
         ("stop", "env_class", "sleeps"),
-        ("stop", "reset", "sleeps"),
-        ("exit", "step", "spins"),
-        ("exit", "reset", "spins"),
         ("exit", "seed", "spins"),
         ("run", "step", "sleeps"),
     ],
@@ -173,16 +167,6 @@ def test_a_server_leaves_environments_behind_that_hang(end, where, how, tmp_path
         assert out.count("stop took") == {"stop": 1, "exit": 0, "run": 2}[end]
         assert not path.exists()
         assert run.pool.stats()["num_env_failures"] == 0
-
-
-def test_a_server_leaves_environments_behind_that_do_not_close(tmp_path):
-    address = f"unix:{tmp_path}/socket"
-    with Process(address, "stop", "close", "sleeps") as process:
-        with Run([address], zeros) as run:
-            next(run.queue)
-        process.expect("hangs")
-        _, errors, _ = process.end()
-        assert "close() for " in errors
 
 
 @pytest.mark.parametrize("how", ["sleeps", "spins"])
@@ -230,34 +214,3 @@ def test_ctrl_c_during_a_step_ends_the_main_thread(end, tmp_path):
         process.interrupt()
     if listener:
         listener.close()
-
-
-def test_ctrl_c_ends_a_client_without_a_learner(tmp_path):
-    with Process(f"unix:{tmp_path}/socket", "client here", "no", "no") as process:
-        process.expect("dials")
-        process.interrupt()
-
-
-def test_a_pool_closes_while_an_environment_hangs(tmp_path):
-    address = f"unix:{tmp_path}/socket"
-    with Process(address, "stop", "step", "sleeps") as process:
-        with Run([address], zeros) as run, ThreadPoolExecutor() as threads:
-            process.expect("hangs")
-            threads.submit(run.pool.close).result(timeout=10)
-            assert run.result.exception(timeout=10) is None
-        process.end()
-
-
-def test_an_error_comes_before_close_which_may_hang(address):
-    class Hangs(Env):
-        def step(self, action):
-            raise ValueError("enough")
-
-        def close(self):
-            time.sleep(6)
-
-    started = time.monotonic()
-    with serving(Hangs, address):
-        with pytest.raises(RuntimeError, match="ValueError: enough"):
-            play(address, zero)
-        assert time.monotonic() - started < 5

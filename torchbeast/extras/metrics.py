@@ -42,8 +42,8 @@ class Endpoint(socketserver.ThreadingTCPServer):
     """Answers in a thread until it is closed. Raises FlagError if it can't listen.
 
     Args:
-      source: has collect(), which returns Prometheus' metric families, and liveness()
-        and readiness(), which return what is wrong, or None. Other threads call them.
+      source: has numbers(), by name, and liveness() and readiness(), which return what
+        is wrong, or None. Other threads call them.
     """
 
     allow_reuse_address = daemon_threads = True
@@ -67,11 +67,16 @@ class Endpoint(socketserver.ThreadingTCPServer):
                     super().do_GET()
 
         prometheus.ProcessCollector(registry=Handler.registry)
-        Handler.registry.register(source)
+        self._source = source
+        Handler.registry.register(self)
         place = flags.metrics_host, flags.metrics_port
         with using(f"--metrics_host {place[0]} with --metrics_port {place[1]}"):
             super().__init__(place, Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def collect(self) -> Iterable[Any]:
+        """Prometheus' metric families."""
+        yield from itertools.starmap(family, self._source.numbers().items())
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return threading.active_count() < MOST_THREADS

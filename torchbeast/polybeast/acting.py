@@ -13,11 +13,7 @@ from torchbeast.core.weights import Weights
 
 
 class ActingModels(Weights):
-    """Weights as complete models, for the inference threads of one process.
-
-    Args:
-      compiler: a mode of torch.compile, see --compile.
-    """
+    """Weights as complete models; `compiler` is a mode of torch.compile, or None."""
 
     def __init__(
         self, model: Net, device: torch.device, compiler: str | None = None
@@ -34,11 +30,7 @@ class ActingModels(Weights):
 
 
 def pad(nested: Nested, count: int) -> Nested:
-    """Repeats the first environment of tensors [..., n, ...], until there are `count`.
-
-    Args:
-      nested: rows [1, n, ...] and states [layers, n, ...].
-    """
+    """Repeats the first environment of tensors [?, n, ...], until there are `count`."""
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         more = x[:, :1].expand(-1, count - x.shape[1], *[-1] * (x.dim() - 2))

@@ -5,17 +5,12 @@
     python -m torchbeast.polybeast_env --join learner:5000 --tls_ca ...
 
 Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
-stream that a learner opens gets --envs_per_actor new environments. Those of one stream
-live in the server's main thread, those of further streams in threads of their own. With
---join each server connects to a learner that listens, with one stream, and reconnects
-if the connection is lost. A server that dies is restarted. Ctrl-C or SIGTERM ends all
-servers.
-
-This module does not import torch, so a machine for environments needs no PyTorch.
+stream that a learner opens gets --envs_per_actor new environments: one stream in the
+server's main thread, further ones in threads of their own. With --join each server has
+one stream to a learner that listens. Dead servers are restarted. This loads no PyTorch.
 """
 
 import contextlib
-import logging
 import multiprocessing as mp
 import os
 import signal
@@ -35,27 +30,19 @@ from torchbeast.polybeast.serving import serve
 from torchbeast.polybeast.supervisor import Supervisor
 from torchbeast.runs import flagset, start
 
-log = logging.getLogger("torchbeast.polybeast_env")
-
-
-# --- All servers ----------------------------------------------------------------------
-
-
-def absolute(address: str) -> str:
-    kind, colon, path = address.partition(":")
-    return f"unix:{os.path.abspath(path)}" if kind == "unix" and colon else address
-
 
 def addresses(flags: Flags) -> list[str]:
     """The address of each server; with --join, of the learner that it connects to.
 
     Paths are absolute, because environments may change the working directory.
     """
+    address = flags.join or flags.pipes_basename
+    if address.startswith("unix:"):
+        address = f"unix:{os.path.abspath(address.removeprefix('unix:'))}"
     if flags.join:
-        return [absolute(flags.join)] * flags.num_servers
+        return [address] * flags.num_servers
     if not flags.bind:
-        base = absolute(flags.pipes_basename)
-        return [f"{base}.{i}" for i in range(flags.num_servers)]
+        return [f"{address}.{i}" for i in range(flags.num_servers)]
     host, _, port = flags.bind.rpartition(":")
     if not host or not port.isdigit() or int(port) + flags.num_servers > 65536:
         raise FlagError(
@@ -64,9 +51,6 @@ def addresses(flags: Flags) -> list[str]:
         )
     first = int(port)  # 0: each server gets a free port
     return [f"{host}:{first + i if first else 0}" for i in range(flags.num_servers)]
-
-
-# --- Command line ---------------------------------------------------------------------
 
 
 def make_parser() -> FlagParser:
@@ -79,14 +63,11 @@ def make_parser() -> FlagParser:
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     """Serves until one of the sentinels `until` is ready; then returns 0.
 
-    Raises:
-      FlagError: a flag has a value that is not allowed.
-      ServerError: a server can't start, or crashes again and again.
+    Raises ServerError if a server can't start, or crashes again and again.
     """
     if flags.bind and flags.join:
         raise FlagError("--bind waits for learners, --join connects to one: give one")
     security.security(flags)  # raises before a process is started
-    security.warn_of_exposed_token(flags)
     if not (flags.bind or flags.join):
         security.make_private_folder(flags.pipes_basename)
     with contextlib.ExitStack() as stack:
@@ -101,11 +82,8 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
 
 
 def run_for_learner(flags: Flags) -> None:
-    """The main function of torchbeast.polybeast's child process, until SIGTERM.
-
-    A Ctrl-C or the end of a terminal also reaches this process, but only the learner
-    reacts to it.
-    """
+    """The main function of torchbeast.polybeast's child process, until SIGTERM."""
+    # A Ctrl-C or the end of a terminal also gets here, but the learner reacts to it.
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT, signal.SIGHUP])
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun signals whole process groups
         os.setpgid(0, 0)

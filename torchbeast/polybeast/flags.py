@@ -5,8 +5,7 @@ import os
 from torchbeast.base.flag import COUNT, COUNT_OR_0, FREE, SECONDS, Group, flag
 from torchbeast.flags import SEED, Run
 
-# Other users can't create sockets here. Not XDG_RUNTIME_DIR, because servers and
-# learner may be started in different sessions.
+# Only this user can create sockets here, in any session (unlike XDG_RUNTIME_DIR).
 PRIVATE_FOLDER = f"/tmp/torchbeast-{os.getuid()}"
 PIPES_BASENAME = f"unix:{PRIVATE_FOLDER}/polybeast"
 
@@ -21,9 +20,8 @@ class PolyBeast(Group):
     connect_timeout: float = flag(60.0,
         "seconds without a connected stream after which the run ends", SECONDS, FREE)
     max_env_failures: int = flag(10,
-        "environments that may raise or break a rule per minute; with one more the "
-        "run ends. Those of "
-        "a single server or machine don't count while another is connected", COUNT_OR_0)
+        "environments that may raise or break a rule per minute; those of one server "
+        "or machine don't count while another is connected", COUNT_OR_0)
     actor_device: str | None = flag(None,
         "device for inference (default: the second GPU, else the learner's)", FREE)
     num_inference_threads: int = flag(1, "inference threads", COUNT, FREE)
@@ -66,8 +64,8 @@ class Servers(Group):
     join: str | None = flag(None,
         "connect to a learner with --listen at HOST:PORT or unix:PATH", FREE)
     max_restarts: int = flag(5,
-        "crashes in a row; with one more the servers end. 10 s of uptime start the "
-        "count anew", COUNT_OR_0, FREE)
+        "crashes in a row, each within 10 s; with one more the servers end",
+        COUNT_OR_0, FREE)
 
 
 class OfServers(Group):
@@ -75,7 +73,6 @@ class OfServers(Group):
 
     preset: str | None = Run.preset
     actor_timeout: float = flag(300.0,
-        "replace a server that has given no sign of life for so many seconds; at "
-        "least 300", SECONDS)
+        "seconds for a server to get ready; at least 300", SECONDS)
     seed: int = flag(1,
-        "seed of the environments, if the learner sends none (older versions)", SEED)
+        "seed of the environments, if the learner sends none", SEED)

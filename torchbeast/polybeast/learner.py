@@ -1,4 +1,4 @@
-"""PolyBeast's learner: batched inference for environment servers, and learning.
+"""PolyBeast's learner: connections to environment servers, and learning.
 
     environment servers          this process
       E environments per stream <-> actor pool (C++)
@@ -9,11 +9,7 @@
                                        and the new weights for inference
 
 Read it top to bottom: infer, start_acting, connect, learn_from, at_once, in_rounds,
-train, flags, main. The update, checkpoints, logs and evaluation use the same code as
-MonoBeast.
-
-    python -m torchbeast.polybeast_env --num_servers 2 &
-    python -m torchbeast.polybeast_learner --num_servers 2
+train, flags, main. The update, checkpoints, logs and evaluation are MonoBeast's.
 """
 
 import contextlib
@@ -42,10 +38,10 @@ from torchbeast.learner import Learner, Update, learn
 from torchbeast.model import CHOICES
 from torchbeast.play.evaluate import evaluate
 from torchbeast.polybeast.acting import ActingModels, on_own_stream, pad
+from torchbeast.polybeast.env_connection import choose_side, server_addresses
 from torchbeast.polybeast.evaluate import find_player, fits
 from torchbeast.polybeast.flags import Connection, PolyBeast
-from torchbeast.polybeast.remote_envs import RemoteEnvs, server_addresses
-from torchbeast.polybeast.security import choose_side
+from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
 from torchbeast.runs.run import Run
 from torchbeast.runs.start import Start, run_script
@@ -54,9 +50,6 @@ from torchbeast.runs.status import Timings
 log = logging.getLogger("torchbeast.polybeast_learner")
 
 LISTENING_STREAMS = 4  # default of --num_actors with --listen
-
-
-# --- Acting ---------------------------------------------------------------------------
 
 
 def infer(
@@ -127,19 +120,20 @@ def connect(
     start: Start, envs: RemoteEnvs, check_servers: Callable[[], Any]
 ) -> tuple[Run, Streams, ActingModels]:
     """Finds the spaces of the environments, makes the model and starts to act."""
-    check = fits(start.flags, start.saved["model_state_dict"]) if start.saved else None
+    flags, checks = start.flags, []
+    if start.saved:
+        checks.append(fits(flags, start.saved["model_state_dict"]))
     with contextlib.ExitStack() as undo:
         undo.callback(envs.close)
         # Otherwise each environment that joins is refused for these names.
-        if start.flags.encoder:
-            find_named("--encoder", start.flags.encoder)
-        if ":" in start.flags.core:
-            find_named("--core", start.flags.core)
+        for name in ("encoder", "core"):
+            if ":" in (text := getattr(flags, name) or ""):
+                find_named(f"--{name}", text)
         while True:
-            spec = envs.find_env_spec(check_servers, check)
+            spec = envs.find_env_spec(check_servers, *checks)
             with contextlib.ExitStack() as undo_run:
                 try:
-                    run = Run(start, Learner(start.flags, spec))
+                    run = Run(start, Learner(flags, spec))
                     undo_run.callback(run.abandon)
                     streams, models = start_acting(run, envs)
                 except (FileError, CheckpointError):  # not due to the environments
@@ -148,33 +142,27 @@ def connect(
                     envs.refuse(spec.hello, error)
                     continue
                 # Environments that join determine the spaces, with their first batch.
-                checks = (check_servers, run.stop_requested)
-                if not envs.listener or envs.settle(streams.groups[0], spec, checks):
+                waits = (check_servers, run.stop_requested)
+                if not envs.listener or envs.settle(streams.groups[0], spec, waits):
                     undo_run.pop_all()
                     undo.pop_all()
                     return run, streams, models
 
 
-# --- Learning -------------------------------------------------------------------------
-
-
 def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
     """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
 
-    If a stream has more than B environments, n is a multiple of B and gives several
-    updates.
+    n is B, or a multiple of it if a stream has more than B environments.
     """
     learner, B = run.learner, run.flags.batch_size
     rows, initial_state = rollouts
     rows = as_stored(rows, streams.env_fields)
     for first in range(0, rows["done"].shape[1], B):
         part = slice(first, first + B)
+        own = map_nested(lambda x, part=part: x[:, part], (rows, initial_state))
         with devices.copying(learner.device):
             batch, state = map_nested(
-                lambda x, part=part: devices.move(
-                    x[:, part].contiguous(), learner.device
-                ),
-                (rows, initial_state),
+                lambda x: devices.move(x.contiguous(), learner.device), own
             )
         with run.updating() as wanted:
             if not wanted:
@@ -217,17 +205,14 @@ def train(
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 
     Args:
-      check_servers: called about once per second, and before each server is asked for
-        its spaces, see RemoteEnvs.find_env_spec; may raise to end the run.
-      places: listen or server_addresses of this start. They replace the flag and are
-        not saved, so a resumed run may have others.
+      check_servers: see RemoteEnvs.find_env_spec; also called once per second.
+      places: listen or server_addresses of this start; not saved.
     """
     flags = start.flags
     # Before any other thread starts, so that threads share one memory arena.
     keep_freed_memory(devices.learner_device(flags))
     envs = RemoteEnvs(flags.replace(**places), start.env_seed())
     run, streams, models = connect(start, envs, check_servers)
-    loop = in_rounds if flags.sync else at_once
 
     def finish(update: Update) -> None:
         """Called when the update is made; with a GPU, that is later."""
@@ -237,12 +222,12 @@ def train(
 
     run.on_update = finish
     with run:
-        log.info(
-            "%d streams of %d environments; inference on %s, learning on %s",
-            *(flags.num_actors, run.learner.env_spec.num_envs),
-            *(devices.actor_device(flags), run.learner.device),
-        )
+        used = devices.actor_device(flags), run.learner.device
+        numbers = flags.num_actors, run.learner.env_spec.num_envs
+        text = "%d streams of %d environments; inference on %s, learning on %s"
+        log.info(text, *numbers, *used)
         run.stack.callback(streams.end)
+        loop = in_rounds if flags.sync else at_once
         for i in range(1 if flags.sync else flags.num_learner_threads):
             work = functools.partial(loop, run, streams)
             run.start_thread(f"learner-{i}", work)
@@ -254,9 +239,6 @@ def train(
                 check_servers()
             streams.report()
     return run.exit_status
-
-
-# --- Command line ---------------------------------------------------------------------
 
 
 def make_parser() -> FlagParser:
@@ -272,46 +254,35 @@ def make_parser() -> FlagParser:
 
 
 def resolve_layout(flags: Flags, learners: int = 1) -> Flags:
-    """Fills in the flags that depend on others. Raises FlagError for wrong ones.
-
-    Args:
-      learners: how many share the servers, see own_servers.
-    """
+    """Fills in the flags that depend on others; `learners` share the servers."""
     choose_side(flags)
     if flags.listen and ranks.size() > 1:
         raise FlagError("--listen has one learner: start it without torchrun")
+    servers = [] if flags.listen else server_addresses(flags)
     if flags.num_actors is None:
-        flags.num_actors = LISTENING_STREAMS
-        if not flags.listen:
-            flags.num_actors = len(server_addresses(flags)) // learners
+        streams = len(servers) // learners
+        flags.num_actors = LISTENING_STREAMS if flags.listen else streams
     if flags.max_learner_queue_size is None:
         flags.max_learner_queue_size = flags.batch_size
     devices.actor_device(flags)  # raises if it does not exist
-    if flags.sync and (
-        flags.listen or len(set(server_addresses(flags))) != flags.num_actors * learners
-    ):
-        raise FlagError(
-            "--sync needs one server per actor: --num_servers "
-            f"{flags.num_actors * learners}, and no --listen"
-        )
+    number = flags.num_actors * learners
+    if flags.sync and len(set(servers)) != number:
+        text = f"--sync needs one server per actor: --num_servers {number}, no --listen"
+        raise FlagError(text)
     if flags.sync and not flags.disable_checkpoint:
-        raise FlagError(
-            "PolyBeast can't resume exactly with --sync: add --disable_checkpoint, or "
-            "use MonoBeast"
-        )
+        raise FlagError("PolyBeast can't resume --sync: add --disable_checkpoint")
     return flags
 
 
 def own_servers(flags: Flags) -> str | None:
-    """--server_addresses of this learner: its part of all, see extras/ranks.py."""
+    """--server_addresses of this learner: its part of all, see extras/ranks."""
     if ranks.size() == 1:
         return flags.server_addresses
     addresses = server_addresses(flags)
     number, left = divmod(len(addresses), ranks.size())
     if left or not number:
-        raise FlagError(
-            f"{ranks.size()} learners can't share {len(addresses)} servers equally"
-        )
+        number = len(addresses)
+        raise FlagError(f"{ranks.size()} learners can't share {number} servers equally")
     return ",".join(addresses[ranks.rank() * number :][:number])
 
 

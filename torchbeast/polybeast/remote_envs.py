@@ -24,21 +24,16 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS
 from torchbeast.envs.values import as_stack, check_mask
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
-from torchbeast.polybeast.env_connection import (
-    environment_settings,
-    reachable_first,
-    server_addresses,
-)
-from torchbeast.polybeast.security import (
-    ServerError,
-    security,
-    tls_fault,
-    warn_of_exposed_token,
-)
+from torchbeast.polybeast import env_connection, security
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
+# For an answer at first: a machine that is off does not refuse, and others may be on.
+FIRST_SECONDS = 5.0
+
+
+# --- Spaces ---------------------------------------------------------------------------
 
 
 def make_space(description: dict[str, Any]) -> spaces.Space:
@@ -46,32 +41,24 @@ def make_space(description: dict[str, Any]) -> spaces.Space:
     kind = description["type"]
     if kind == "Box":
         shape, dtype = description["shape"], np.dtype(description["dtype"])
-        low, high = (
-            np.broadcast_to(make_bound(description[end], end, dtype), shape)
-            for end in ("low", "high")
-        )
+        bounds = ((description["low"], -np.inf), (description["high"], np.inf))
+        low, high = (np.broadcast_to(make_bound(*x, dtype), shape) for x in bounds)
         return spaces.Box(low, high, shape, dtype=dtype.type)
     if kind in ("Discrete", "MultiDiscrete"):
         make = getattr(spaces, kind)
         return make(description["n"], start=description["start"])
     if kind == "MultiBinary":
         return spaces.MultiBinary(description["shape"])
+    items = description["spaces"]
     if kind == "Tuple":
-        return spaces.Tuple([make_space(item) for item in description["spaces"]])
-    items = description["spaces"].items()
+        return spaces.Tuple([make_space(item) for item in items])
     # Pairs keep their order; Gymnasium sorts the names of a dict.
-    return spaces.Dict([(key, make_space(item)) for key, item in items])
+    return spaces.Dict([(key, make_space(item)) for key, item in items.items()])
 
 
-def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
-    """A Box's low or high in its dtype. The wire has float64.
-
-    Args:
-      bound: None (no bound), a float for all elements, or a float64 array.
-      end: "low" or "high".
-    """
-    if bound is None:
-        bound = -np.inf if end == "low" else np.inf
+def make_bound(bound: Any, unbounded: float, dtype: np.dtype) -> np.ndarray:
+    """A Box's low or high in its dtype: of None, a float, or a float64 array."""
+    bound = unbounded if bound is None else bound
     if dtype.kind == "f":
         with np.errstate(over="ignore"):  # beyond the dtype's range: unbounded
             return np.asarray(bound, dtype)
@@ -82,6 +69,77 @@ def make_bound(bound: Any, end: str, dtype: np.dtype) -> np.ndarray:
     return np.asarray(clip(bound)).astype(dtype)
 
 
+def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
+    """Makes an EnvSpec of what probe() has found; FlagError if it can't be used."""
+    is_atari = atari.atari_game(flags.env) is not None
+    try:
+        if found["action_space"] is None:
+            raise ValueError("action_space is missing; the policy is made for it")
+        observation_space = make_space(found["observation_space"])
+        action_space = make_space(found["action_space"])
+        check_mask(observation_space, action_space)
+        distribution = make_distribution(action_space)
+        if flags.num_actions not in (None, getattr(action_space, "n", None)):
+            raise ValueError(f"--num_actions {flags.num_actions}, got {action_space}")
+        num_rows = flags.num_actors * (flags.unroll_length + 1)
+        if num_rows * found["step_bytes"] > memory_limit() // 2 // ranks.size():
+            raise ValueError(
+                f"{num_rows:,} rows of {found['step_bytes']:,} bytes are more than "
+                "half of the memory: lower --num_actors or --unroll_length"
+            )
+        # Atari's stacks are not on the wire.
+        if is_atari and observation_space.shape == atari.STACK_SHAPE:
+            observation_space = as_stack(observation_space)
+        check_fields(rollout.env_fields(observation_space, distribution), found, where)
+    except (ValueError, AssertionError, OverflowError) as error:
+        raise FlagError(f"the environments at {where}: {error}") from error
+    check_batches(flags, found["num_envs"])
+    frames = flags.frame_skip if is_atari else 1
+    words = {"num_envs": found["num_envs"], "hello": found["hello"]}
+    return EnvSpec(observation_space, action_space, frames, **words)
+
+
+def check_fields(spec: dict[str, Any], found: dict[str, Any], where: str) -> None:
+    """Raises ValueError if a field has not the shape and dtype that `spec` has."""
+    if missing := EXTRA_FIELDS.keys() - found["extra_fields"].keys():
+        names = ", ".join(sorted(missing))
+        log.warning("The environments at %s lack EXTRA_FIELDS: %s.", where, names)
+    for name, field in found["extra_fields"].items():
+        dtype = rollout.to_torch_dtype(field["dtype"])
+        seen = rollout.Spec(tuple(field["shape"]), dtype)
+        if name in rollout.REPLAY_FIELDS or seen != spec.get(name, seen):
+            raise ValueError(
+                f"the field {name!r} is {field['dtype']} {list(field['shape'])}, and "
+                f"the learner's field of this name is {spec.get(name, 'its own')}"
+            )
+
+
+def check_batches(flags: Flags, E: int) -> None:
+    """Raises FlagError if batches can't be made of whole streams."""
+    B, total = flags.batch_size, flags.num_actors * E
+    if flags.sync and total % B:
+        raise FlagError(f"--sync: --batch_size {B} must divide {total} environments")
+    if not flags.sync and B % E and E % B:
+        text = f"--batch_size {B} and the {E} environments of a stream"
+        raise FlagError(f"{text}: one must be a multiple of the other")
+
+
+# --- Connections ----------------------------------------------------------------------
+
+
+def expected_environment(flags: Flags) -> dict[str, Any]:
+    """The properties that the flags require of all environments."""
+    settings = env_connection.environment_settings(flags)
+    number = flags.envs_per_actor or 0  # 0: that of the first stream
+    return {"name": flags.env, "num_envs": number, "settings": settings}
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the same server would give the same error again."""
+    lost = isinstance(error, libtorchbeast.TransportError)
+    return not lost or isinstance(error, libtorchbeast.RefusedError)
+
+
 class RemoteEnvs:
     """Connects to environment servers, or listens for environments.
 
@@ -90,70 +148,63 @@ class RemoteEnvs:
       listener: accepts environments; None if the learner connects to servers.
       seed: of the environments; each stream gets it, with a different number.
       expected: the required properties of environments, for libtorchbeast.
-
-    Raises:
-      ServerError: the learner can't listen at --listen.
     """
 
     def __init__(self, flags: Flags, seed: int) -> None:
-        self.flags = flags
-        self.seed = seed
+        """Raises ServerError if the learner can't listen at --listen."""
+        self.flags, self.seed = flags, seed
         self.expected = expected_environment(flags)
-        self.security = security(flags)
+        self.security = security.security(flags)
         self.peer_log = PeerLog()
         self.addresses: list[str] = []
         self.listener: Any = None
         self.patience = PATIENCE
         if not flags.listen:
-            servers, n = server_addresses(flags), flags.num_actors
+            servers, n = env_connection.server_addresses(flags), flags.num_actors
             self.addresses = [servers[i % len(servers)] for i in range(n)]
-            if n != len(servers):  # docs/operations.md says what this means
-                share = n, min(n, len(servers)), len(servers)
-                log.info("%d streams share %d of %d servers.", *share)
-        warn_of_exposed_token(flags)
-        if flags.listen:
-            try:
-                self.listener = libtorchbeast.Listener(
-                    flags.listen,
-                    max_streams=flags.num_actors,
-                    expected=self.expected,
-                    seed=seed,
-                    hello_timeout_s=flags.actor_timeout,
-                    security=self.security,
-                )
-                self.listener.start()
-            except (ValueError, RuntimeError) as error:
-                raise ServerError(f"--listen: {error}") from error
-            log.info("Listening at %s", self.listener.address)
+            if n != len(servers):
+                log.info("%d streams share %d servers.", n, len(servers))
+            return
+        try:
+            self.listener = libtorchbeast.Listener(
+                flags.listen,
+                max_streams=flags.num_actors,
+                expected=self.expected,
+                seed=seed,
+                hello_timeout_s=flags.actor_timeout,
+                security=self.security,
+            )
+            self.listener.start()
+        except (ValueError, RuntimeError) as error:
+            raise security.ServerError(f"--listen: {error}") from error
+        log.info("Listening at %s", self.listener.address)
 
     def find_env_spec(
         self,
         check_servers: Callable[[], Any],
-        check: Callable[[EnvSpec], None] | None = None,
+        check: Callable[[EnvSpec], Any] = lambda spec: None,
     ) -> EnvSpec:
         """Waits for the first usable environments.
 
         Args:
           check_servers: called before each server is asked. May raise to end the wait;
             while it returns True, servers still start, and the time does not count.
-          check: raises UserError if the environments can't be used; None: any can.
+          check: raises UserError if the environments can't be used.
 
         Raises:
-          TransportError: there were none within --connect_timeout seconds, after each
-            was asked at least once.
-          UserError, RefusedError, WireError, RuntimeError: none is usable, or no
-            connection with any can work; the message has the reason.
+          TransportError: there were none within --connect_timeout seconds.
+          UserError, RuntimeError: none is usable; the message has the reason.
         """
-        limit, waits = self.flags.connect_timeout, False
+        limit, seconds = self.flags.connect_timeout, FIRST_SECONDS
         deadline = time.monotonic() + limit
+        places = list(dict.fromkeys(self.addresses)) or [self.listener.address]
         while True:
             failed: dict[str, Exception] = {}
-            places = list(dict.fromkeys(self.addresses or [self.listener.address]))
-            for where in reachable_first(places):
+            for where in places:
                 if check_servers():
                     deadline = time.monotonic() + limit
                 try:
-                    env = self._ask(where, check)
+                    env = self._ask(where, min(seconds, limit), check)
                 except (UserError, RuntimeError) as error:
                     failed[where] = error
                 else:
@@ -163,32 +214,50 @@ class RemoteEnvs:
                 finally:
                     self.report()
             final = [error for error in failed.values() if is_final(error)]
-            if final and (len(final) == len(failed) or time.monotonic() > deadline):
+            is_late = time.monotonic() > deadline
+            if final and (is_late or len(final) == len(failed)):
                 raise final[0]
-            if time.monotonic() > deadline:
-                raise libtorchbeast.TransportError(
-                    f"no environments within {limit:g} s (--connect_timeout): "
-                    f"{next(iter(failed.values()))}"
-                )
-            if not waits:
+            if is_late:
+                why = failed[places[0]]
+                text = f"no environments within {limit:g} s (--connect_timeout): {why}"
+                raise libtorchbeast.TransportError(text)
+            if seconds == FIRST_SECONDS:
                 log.info("Waiting for environments at %s.", ", ".join(failed))
-                waits = True
+            # The first reset may come before the hello, and has as long as a step.
+            seconds = self.flags.actor_timeout
             time.sleep(0.2)
 
-    def _ask(self, where: str, check: Callable[[EnvSpec], None] | None) -> EnvSpec:
-        """The properties of a server's environments, or of those that have connected.
-
-        Raises TransportError if there are none yet, others as find_env_spec.
-        """
-        found = self._probe_listener(where) if self.listener else self._probe(where)
+    def _ask(
+        self, where: str, seconds: float, check: Callable[[EnvSpec], Any]
+    ) -> EnvSpec:
+        """Asks a server, or the first that have joined. TransportError: none yet."""
+        words = {"expected": self.expected, "security": self.security}
+        try:
+            if self.listener:
+                found = self.listener.probe(1.0)
+            else:
+                found = libtorchbeast.probe(where, seconds, **words)
+        except ValueError as error:  # not an address
+            raise FlagError(str(error)) from error
+        except libtorchbeast.TransportError as error:
+            raise self._explained(error, where) from None
         try:
             env = make_env_spec(self.flags, found, where)
-            if check:
-                check(env)
+            check(env)
             return env
         except UserError as error:
             self.refuse(found["hello"], error)
             raise libtorchbeast.TransportError(str(error)) from error
+
+    def _explained(self, error: Exception, where: str) -> Exception:
+        if self.listener:
+            refusal = self.listener.stats()["last_refusal"] or "none"
+            text = f"none has joined at {where}; the last that was refused: {refusal}"
+            return libtorchbeast.TransportError(text)
+        if not is_final(error) and (fault := security.tls_fault(where, self.flags)):
+            text = f"no connection with the environment server at {where}: {fault}"
+            return libtorchbeast.RefusedError(text)
+        return error
 
     def refuse(self, hello: bytes, error: UserError) -> None:
         """Refuses environments that have joined, and waits for others; else raises."""
@@ -196,45 +265,15 @@ class RemoteEnvs:
             raise error
         self.listener.refuse(hello, str(error))
 
-    def _probe(self, where: str) -> dict[str, Any]:
-        # The first reset may come before the hello, and has as long as a step.
-        seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
-        words = {"expected": self.expected, "security": self.security}
-        try:
-            return libtorchbeast.probe(where, seconds, **words)
-        except ValueError as error:  # not an address
-            raise FlagError(str(error)) from error
-        except libtorchbeast.TransportError as error:
-            if is_final(error) or not (fault := tls_fault(where, self.flags)):
-                raise
-            raise libtorchbeast.RefusedError(
-                f"no connection with the environment server at {where}: {fault}"
-            ) from error
-
-    def _probe_listener(self, where: str) -> dict[str, Any]:
-        try:
-            return self.listener.probe(1.0)
-        except libtorchbeast.TransportError:
-            refusal = self.listener.stats()["last_refusal"]
-            raise libtorchbeast.TransportError(
-                f"none has joined at {where}"
-                + (f"; the last that was refused: {refusal}" if refusal else "")
-            ) from None
-
     def settle(
         self, group: Any, spec: EnvSpec, checks: Sequence[Callable[[], object]]
     ) -> bool:
-        """Waits for the first batch of a learner that listens.
+        """Waits for the first batch of a learner that listens; `checks` may raise.
 
         Until then, environments with other spaces wait. They get their turn if those
-        with these spaces have left, make no step for a while, or are very slow. Then
-        it returns False.
-
-        Args:
-          group: a StreamGroup, whose pool runs.
-          checks: called ten times a second; may raise to end the wait.
+        with these spaces have left, or make no step for a while: then it returns False.
         """
-        steps, since = 0, (begun := time.monotonic())
+        steps, since = 0, time.monotonic()
         while group.queue.size() < group.items_per_batch:
             for check in checks:
                 check()
@@ -247,7 +286,7 @@ class RemoteEnvs:
             if group.pool.count() != steps:
                 steps, since = group.pool.count(), now
             wait = min(self.patience, self.flags.actor_timeout)
-            if now - since > wait or now - begun > 10 * self.patience:
+            if now - since > wait:
                 self.listener.pass_over()
             time.sleep(0.1)
         self.listener.settle(spec.hello)
@@ -255,8 +294,7 @@ class RemoteEnvs:
 
     def report(self, groups: Sequence[Any] = ()) -> None:
         """Logs events of streams, also of those that the listener refused."""
-        sources = [group.pool for group in groups]
-        for source in [self.listener, *sources] if self.listener else sources:
+        for source in filter(None, [self.listener, *(x.pool for x in groups)]):
             self.peer_log.report(source.events())
 
     def close(self) -> None:
@@ -265,92 +303,10 @@ class RemoteEnvs:
         self.report()
 
 
-def is_final(error: Exception) -> bool:
-    """Whether the same server would give the same error again."""
-    lost = isinstance(error, libtorchbeast.TransportError)
-    return not lost or isinstance(error, libtorchbeast.RefusedError)
-
-
-def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
-    """Makes an EnvSpec from the result of `libtorchbeast.probe`.
-
-    Raises FlagError if the learner can't use these environments.
-    """
-    is_atari = atari.atari_game(flags.env) is not None
-    try:
-        if found["action_space"] is None:
-            raise ValueError("action_space is missing; the policy is made for it")
-        observation_space, action_space = (
-            make_space(found[name]) for name in ("observation_space", "action_space")
-        )
-        check_mask(observation_space, action_space)
-        distribution = make_distribution(action_space)
-        if flags.num_actions not in (None, getattr(action_space, "n", None)):
-            raise ValueError(f"--num_actions {flags.num_actions}, got {action_space}")
-        num_rows = flags.num_actors * (flags.unroll_length + 1)
-        most = memory_limit() // 2 // ranks.size()
-        if num_rows * found["step_bytes"] > most:
-            raise ValueError(
-                f"{num_rows:,} rows of {found['step_bytes']:,} bytes are more than "
-                "half of the memory: lower --num_actors or --unroll_length"
-            )
-        # Atari's stacks are not on the wire.
-        if is_atari and observation_space.shape == atari.STACK_SHAPE:
-            observation_space = as_stack(observation_space)
-        spec = rollout.env_fields(observation_space, distribution)
-        if missing := EXTRA_FIELDS.keys() - found["extra_fields"].keys():
-            names = ", ".join(sorted(missing))
-            log.warning("The environments at %s lack EXTRA_FIELDS: %s.", where, names)
-        for name, field in found["extra_fields"].items():
-            dtype = rollout.to_torch_dtype(field["dtype"])
-            seen = rollout.Spec(tuple(field["shape"]), dtype)
-            needed = None if name in rollout.REPLAY_FIELDS else spec.get(name, seen)
-            if seen != needed:
-                raise ValueError(
-                    f"the field {name!r} is {field['dtype']} {list(field['shape'])}, "
-                    f"and the learner's field of this name is {needed or 'its own'}"
-                )
-    except (ValueError, AssertionError, OverflowError) as error:
-        raise FlagError(f"the environments at {where}: {error}") from error
-    env = EnvSpec(
-        observation_space,
-        action_space,
-        flags.frame_skip if is_atari else 1,
-        num_envs=found["num_envs"],
-        hello=found["hello"],
-    )
-    check_batches(flags, env)
-    return env
-
-
-def expected_environment(flags: Flags) -> dict[str, Any]:
-    """The properties that the flags require of all environments."""
-    return {
-        "name": flags.env,
-        "num_envs": flags.envs_per_actor or 0,  # 0: the number of the first stream
-        "settings": environment_settings(flags),
-    }
-
-
-def check_batches(flags: Flags, env: EnvSpec) -> None:
-    """Raises FlagError if batches can't be made of whole streams."""
-    B, E = flags.batch_size, env.num_envs
-    if flags.sync and flags.num_actors * E % B:
-        raise FlagError(
-            f"--batch_size {B} must divide the {flags.num_actors * E} environments, "
-            "all of which --sync learns from in turn"
-        )
-    if not flags.sync and B % E and E % B:
-        raise FlagError(
-            f"--batch_size {B} and the {E} environments of a stream: one must be a "
-            "multiple of the other"
-        )
-
-
 # --- The log --------------------------------------------------------------------------
 
-# At most so many lines of a peer per SECONDS, of so many peers and of all others.
-LINES, SECONDS, MAX_PEERS = 10, 10.0, 100
+# At most so many lines per SECONDS: of a peer, and of all that were refused.
+LINES, MOST_REFUSED, SECONDS = 10, 100, 10.0
 
 # By kind of libtorchbeast's events.
 MESSAGES = {
@@ -366,30 +322,23 @@ PEER = re.compile(
     r"joined from (ipv[46]:\S+(?=:\d)|this machine)|environment server at \S*[^\s:,;]"
 )
 
-# (time, kind, text) of each event of a pool or listener, and the number of lost ones.
-Events = tuple[list[tuple[float, str, str]], int]
-
 
 class PeerLog:
-    """Logs events of streams, at a limited rate per peer.
-
-    The texts come from libtorchbeast, which escapes what peers say.
-    """
+    """Logs events at a limited rate per peer. libtorchbeast has escaped the texts."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self.lines: Counter[str] = Counter()  # by peer, since then
+        self.lines: Counter[str] = Counter()  # by peer and by kind, since then
 
-    def report(self, events: Events) -> None:
+    def report(self, events: tuple[list[tuple[float, str, str]], int]) -> None:
+        """Takes (time, kind, text) of each event, and the number of lost ones."""
         if time.monotonic() - self.began > SECONDS:
             self.began, self.lines = time.monotonic(), Counter()
         for _, kind, text in events[0]:
             found = PEER.search(text)
             peer = found[0] if found else "others"
-            is_new = kind == "refused" and peer not in self.lines
-            if is_new and len(self.lines) >= MAX_PEERS:
-                peer = "others"
-            self.lines[peer] += 1
-            if self.lines[peer] <= LINES:
+            is_flood = kind == "refused" and self.lines[kind] >= MOST_REFUSED
+            if self.lines[peer] < LINES and not is_flood:
+                self.lines.update([peer, kind])
                 level = logging.INFO if kind == "returned" else logging.WARNING
                 log.log(level, MESSAGES[kind], text)

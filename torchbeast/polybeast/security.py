@@ -1,58 +1,30 @@
-"""TLS, token and private sockets, for both sides of PolyBeast's connections.
-
-Environment machines import this module, so it does not load torch.
-"""
-
-from __future__ import annotations
+"""TLS, token and private sockets, for both sides of a connection. Loads no torch."""
 
 import argparse
 import contextlib
-import logging
 import os
 import re
+import socket
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torchbeast.base.errors import FlagError, UserError, using
-from torchbeast.flags import Flags
-from torchbeast.polybeast.env_connection import connect
 from torchbeast.polybeast.flags import PRIVATE_FOLDER, Connection
 
-if TYPE_CHECKING:
-    import ssl
-
-    import libtorchbeast
-
-log = logging.getLogger(__name__)
-
+CONNECT_SECONDS = 5.0  # time limit of a connection, and of each step of a handshake
 TLS_FLAGS = [name for name in Connection.declared() if name.startswith("tls")]
-# Reasons of a TLS handshake that the other side answers in plain TCP.
-PLAIN = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 
 
 class ServerError(UserError, RuntimeError):
     """An environment server did not start, crashed too often, or is refused."""
 
 
-def choose_side(flags: Flags) -> None:
-    """Drops a saved --listen or --server_addresses. Raises FlagError for two typed."""
-    sides = {"listen", "server_addresses"}
-    if flags.listen and flags.server_addresses:
-        if len(flags.typed & sides) != 1:
-            raise FlagError(
-                "--listen waits for environments, --server_addresses connects to them: "
-                "give one"
-            )
-        (saved,) = sides - flags.typed
-        setattr(flags, saved, None)
-
-
 # --- Token and sockets ----------------------------------------------------------------
 
 
-def security(flags: argparse.Namespace) -> libtorchbeast.Security:
-    """The connection flags for libtorchbeast. Raises FlagError for unusable files."""
+def security(flags: argparse.Namespace) -> Any:
+    """A libtorchbeast.Security of the flags. Raises FlagError for unusable files."""
     import libtorchbeast  # may not be built
 
     if uses_tls(flags):
@@ -67,16 +39,6 @@ def security(flags: argparse.Namespace) -> libtorchbeast.Security:
             )
     files = {name: getattr(flags, name) for name in TLS_FLAGS}
     return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
-
-
-def warn_of_exposed_token(flags: argparse.Namespace) -> None:
-    """Logs a warning if others can read the file of the token."""
-    mode = os.stat(flags.token_file).st_mode if flags.token_file else 0
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning(
-            "Other users can read --token_file %s (its mode is %03o). Use chmod 600.",
-            *(flags.token_file, stat.S_IMODE(mode)),
-        )
 
 
 def make_private_folder(pipes_basename: str) -> None:
@@ -99,11 +61,10 @@ def make_private_folder(pipes_basename: str) -> None:
 
 
 def uses_tls(flags: argparse.Namespace) -> bool:
-    """Whether connections to host:port addresses use TLS."""
     return any(getattr(flags, name) for name in TLS_FLAGS)
 
 
-def tls_context(flags: argparse.Namespace) -> ssl.SSLContext:
+def tls_context(flags: argparse.Namespace) -> Any:
     """TLS of the side that connects, as gRPC has it. Raises FlagError for bad files."""
     import ssl  # slow
 
@@ -130,23 +91,20 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
 
     gRPC gives no reason, so this tries a handshake itself. None: it works, nobody
     listens, or there is another reason.
-
-    Args:
-      flags: the --tls flags of the side that connects.
     """
     import ssl  # slow
 
+    encrypts = uses_tls(flags)
+    host, _, port = address.rpartition(":")
+    name = flags.tls_server_name or host.strip("[]")
     try:
-        encrypts, context = uses_tls(flags), tls_context(flags)
-    except UserError:  # its files may just be renewed
-        return None
-    if not flags.tls_ca:
-        context.load_default_certs()
-    name = flags.tls_server_name or address.rpartition(":")[0].strip("[]")
-    try:
+        context = tls_context(flags)
+        if not flags.tls_ca:
+            context.load_default_certs()
         for _ in range(2):  # a listener that just exits also closes, but only once
+            place = host.strip("[]"), int(port)
             with (
-                connect(address) as plain,
+                socket.create_connection(place, CONNECT_SECONDS) as plain,
                 context.wrap_socket(plain, server_hostname=name) as encrypted,
             ):
                 # With TLS 1.3 the other side refuses our certificate only now.
@@ -154,23 +112,20 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
                     return None
         why = "it ends the connection" if encrypts else "it speaks TLS"
     except ssl.SSLCertVerificationError as error:
-        return (
-            "the certificate of the other side is not valid: "
-            f"{error.verify_message.rstrip('.')}. This side trusts --tls_ca "
-            f"{flags.tls_ca} and expects the name {name} (--tls_server_name)"
-        )
+        why = f"the certificate of the other side is not valid: {error.verify_message}"
     except ssl.SSLError as error:
         reason = error.reason or ""
-        if encrypts and reason in PLAIN:
+        if encrypts and reason in ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG"):
             why = "it speaks plain TCP"
         elif not encrypts and "ALERT" in reason:
             why = "it speaks TLS"
         else:
             return None
-    except (OSError, ValueError):
+    except (UserError, OSError, ValueError):  # files may just be renewed
         return None
     return (
-        f"both sides do not agree on TLS: {why}. Give both the --tls flags, or none. "
-        "If the other side has --tls_ca, this side needs a certificate of that signer "
-        f"that has not expired (here: --tls_cert {flags.tls_cert})"
+        f"both sides do not agree on TLS: {why.rstrip('.')}. Give both the --tls flags "
+        "or none; --tls_ca asks the other side for a valid certificate of that signer. "
+        f"This side trusts --tls_ca {flags.tls_ca}, expects the name {name} "
+        f"(--tls_server_name), and has --tls_cert {flags.tls_cert}"
     )

@@ -1,10 +1,6 @@
-"""A server process: steps environments for a learner, until SIGTERM.
-
-This module does not import torch.
-"""
+"""A server process: steps environments for a learner, until SIGTERM. Loads no torch."""
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -30,17 +26,21 @@ log = logging.getLogger("torchbeast.polybeast_env")
 WATCH_SECONDS = 0.5  # between two checks of a client
 
 
-def serve(flags: Flags, index: int, address: str, pipe: Any) -> None:
+def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -> None:
     """The main function of a server process, until SIGTERM or its parent's end."""
     children.begin_child()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.nice(5)  # the learner has priority
-    pipe = supervisor.SharedPipe(pipe)
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        # The send fails if the supervisor has exited.
+        with lock, contextlib.suppress(OSError):
+            pipe.send(message)
+
     try:
         server = make_server(flags, index, address)
-        # Before the supervisor kills the process, so that it can name what hangs.
-        stop = functools.partial(server.stop, supervisor.STOP_SECONDS - 1)
-        _end_on_request(stop, supervisor.STOP_SECONDS, pipe.pipe)
+        _end_on_request(server, pipe)
         # Before the server listens, so that no learner gets a faulty environment.
         description = try_environment(flags)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
@@ -49,26 +49,22 @@ def serve(flags: Flags, index: int, address: str, pipe: Any) -> None:
             with user_errors():
                 server.start(here=True)
             address = server.address
-        pipe.send(("ready", address, description))
-        pipe.give_signs_of_life()
+        send(("ready", address, description))
         if flags.join:
-            run_client(flags, server, lambda x: pipe.send(("log", x)), here=True)
+            run_client(flags, server, lambda text: send(("log", text)), here=True)
         else:
             server.run()
     except BaseException as error:
         known = isinstance(error, ServerError)
-        pipe.send(error if known else ServerError(text_of(error)))
+        send(error if known else ServerError(text_of(error)))
         sys.exit(1)
 
 
-def _end_on_request(
-    end: Callable[[], None], seconds: float, pipe: connection.Connection
-) -> None:
-    """Starts a thread that waits for a request to end, calls `end`, and exits later.
+def _end_on_request(server: Any, pipe: connection.Connection) -> None:
+    """Starts a thread that stops the server at SIGTERM, if it has a handler.
 
-    A request is SIGTERM, if there is a handler, or the end of the other side of the
-    pipe: the parent has died, or closes it because environments may ignore SIGTERM.
-    `end` asks the main thread to exit. After `seconds` the process exits all the same.
+    Or if the pipe ends: the parent has died, or closed it for environments that ignore
+    SIGTERM.
     """
     signals = processes.WakePipe()
     signals.wake_on_signals()
@@ -77,8 +73,9 @@ def _end_on_request(
         while pipe not in (ready := connection.wait([pipe, signals.reader])):
             if ready and signal.SIGTERM in signals.drain():
                 break
-        end()
-        time.sleep(seconds)
+        # A second before the supervisor kills the process: it can name what hangs.
+        server.stop(supervisor.STOP_SECONDS - 1)
+        time.sleep(supervisor.STOP_SECONDS)
         os._exit(1)  # still here: an environment hangs
 
     threading.Thread(target=wait, daemon=True).start()
@@ -89,13 +86,9 @@ def run_client(
 ) -> None:
     """Steps environments for the learner until SIGTERM. Waits for it without a limit.
 
-    Args:
-      say: logs a message; called in another thread.
-      here: the environments live in this thread, and another one stops the client.
-
-    Raises:
-      RefusedForGood: the learner refuses, or no connection with it can work.
-      ServerError: the environment raised, or the learner refused its step.
+    `say` logs a message, in another thread. If `here`, this thread owns the
+    environments. Raises RefusedForGood if no connection can work, and ServerError if an
+    environment raised or the learner refused its step.
     """
     import libtorchbeast
 
@@ -103,24 +96,18 @@ def run_client(
     learner, over, faults = flags.join, threading.Event(), []
 
     def watch() -> None:
-        """Logs why the client waits. Stops it if the connection can't work."""
-        is_new, steps, waits = Seldom(supervisor.REPEAT_SECONDS), 0, False
+        is_new = Seldom(supervisor.REPEAT_SECONDS)
         while not over.wait(WATCH_SECONDS):
             stats = client.stats()
-            if stats["num_steps"] > steps:
-                if waits:
-                    say(f"Joined the learner at {learner}.")
-                steps, waits = stats["num_steps"], False
-            elif stats["last_error"] and not stats["connected"]:
-                waits = True
-                if not is_new(stats["last_error"]):
-                    continue
-                if fault := tls_fault(learner, flags):
-                    faults.append(f"the learner at {learner}: {fault}")
-                    client.stop()
-                    return
-                why = stats["last_error"].rpartition("last error: ")[2]
-                say(f"Waiting for a learner at {learner}: {why}")
+            why = "" if stats["connected"] else stats["last_error"]
+            if not (why and is_new(why)):
+                continue
+            if fault := tls_fault(learner, flags):
+                faults.append(f"the learner at {learner}: {fault}")
+                client.stop()
+                return
+            why = why.rpartition("last error: ")[2]
+            say(f"Waiting for a learner at {learner}: {why}")
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -138,15 +125,10 @@ def run_client(
 
 
 def make_server(flags: Flags, index: int, address: str) -> Any:
-    """A libtorchbeast.Server that makes new environments for each stream.
+    """A libtorchbeast.Server, or with --join a Client, which has one stream.
 
-    With --join it is a libtorchbeast.Client, which has one stream.
-
-    Stream n of the learner gets the environments n * E to (n + 1) * E - 1, like actor n
-    of MonoBeast.
-
-    Raises:
-      ServerError: the address can't be used.
+    Stream n of the learner gets new environments with the numbers n * E to
+    (n + 1) * E - 1, like actor n of MonoBeast. Raises ServerError.
     """
     import libtorchbeast
 
@@ -154,8 +136,6 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
     numbers = itertools.count()
 
     class StreamEnvironment(Environment):
-        """The environments of one stream."""
-
         def __init__(self) -> None:
             # If the learner does not number its streams:
             place = next(numbers) * flags.num_servers + index
@@ -164,18 +144,13 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
         def begin_stream(self, seed: int, stream: int) -> None:
             self.set_seed(seed, stream * E)
 
-    kind, options = libtorchbeast.Server, {}
-    if flags.join:
-        kind, options = libtorchbeast.Client, {"maximum_downtime_s": None}
+    options: dict[str, Any] = {"name": flags.env, "security": security(flags)}
+    options["settings"] = environment_settings(flags)
     with user_errors():
-        return kind(
-            StreamEnvironment,
-            address,
-            name=flags.env,
-            settings=environment_settings(flags),
-            security=security(flags),
-            **options,
-        )
+        if not flags.join:
+            return libtorchbeast.Server(StreamEnvironment, address, **options)
+        options["maximum_downtime_s"] = None
+        return libtorchbeast.Client(StreamEnvironment, address, **options)
 
 
 def try_environment(flags: Flags) -> str:

@@ -47,14 +47,9 @@ class StreamGroup:
 
     Args:
       addresses: of the servers, one per stream.
-      spec: of the first stream; all others are compared with it.
       initial_state: of the model, for one environment.
-      first_stream, stream_stride: number of the first stream, and the distance to the
-        next.
-
-    Attributes:
-      turns: with --sync, a permit per round that the learner has learned from. No
-        unroll begins before.
+      devices: for inference, and for learning.
+      numbers: of the first stream, and the distance to the next.
     """
 
     def __init__(
@@ -63,37 +58,31 @@ class StreamGroup:
         addresses: Sequence[str],
         envs: RemoteEnvs,
         spec: EnvSpec,
-        *,
         initial_state: tuple[torch.Tensor, ...],
-        first_stream: int = 0,
-        stream_stride: int = 1,
-        acting_device: torch.device,
-        learning_device: torch.device,
+        devices: Sequence[torch.device],
+        numbers: tuple[int, int] = (0, 1),
     ) -> None:
-        E, self.turns = spec.num_envs, threading.Semaphore(0)
+        E = spec.num_envs
+        # With --sync, a permit per round that was learned from.
+        self.turns = threading.Semaphore(0)
         # With --sync, a batch has the rollouts of one stream.
         batch_size = E if flags.sync else max(flags.batch_size, E)
         self.items_per_batch = batch_size // E
         longest_queue = max(flags.max_learner_queue_size, batch_size)  # in rollouts
+        acting, learning = (pinned if x.type == "cuda" else None for x in devices)
         self.queue = libtorchbeast.BatchingQueue(
-            minimum_batch_size=batch_size,
-            maximum_batch_size=batch_size,
+            *(1, batch_size, batch_size),
             maximum_queue_size=math.ceil(longest_queue / E),
-            allocator=pinned if learning_device.type == "cuda" else None,
+            allocator=learning,
         )
-        self.batcher = libtorchbeast.DynamicBatcher(
-            maximum_batch_size=(len(addresses) or flags.num_actors) * E,
-            allocator=pinned if acting_device.type == "cuda" else None,
-        )
+        most = (len(addresses) or flags.num_actors) * E
+        self.batcher = libtorchbeast.DynamicBatcher(1, 1, most, allocator=acting)
         try:
             self.pool = libtorchbeast.ActorPool(
-                flags.unroll_length,
-                self.queue,
-                self.batcher,
-                addresses,
-                initial_state,
+                *(flags.unroll_length, self.queue, self.batcher),
+                *(addresses, initial_state),
                 named_rows=True,
-                max_rollout_bytes=memory_limit() // 2 // stream_stride,
+                max_rollout_bytes=memory_limit() // 2 // numbers[1],
                 step_timeout_s=flags.actor_timeout,
                 maximum_downtime_s=flags.connect_timeout,
                 max_env_failures=flags.max_env_failures,
@@ -101,8 +90,8 @@ class StreamGroup:
                 is_provisional=envs.listener is not None,
                 expected=envs.expected,
                 seed=envs.seed,
-                first_stream=first_stream,
-                stream_stride=stream_stride,
+                first_stream=numbers[0],
+                stream_stride=numbers[1],
                 listener=envs.listener,
                 security=envs.security,
             )
@@ -117,38 +106,11 @@ class StreamGroup:
         self.turns.release()
 
 
-def stream_shares(counts: Counter[str]) -> dict[str, float]:
-    """Where streams spend their time; the sum is 1.
-
-    In their environments, on the wire, in the batcher (behind the previous batch), in
-    inference, or at the learner's full queue.
-    """
-    computing = min(
-        counts["infer"] * counts["num_items"] / (counts["num_batches"] or 1),
-        counts["inference_wait_seconds"],
-    )
-    spent = {
-        "environments": counts["env_seconds"],
-        "wire": max(0.0, counts["env_wait_seconds"] - counts["env_seconds"]),
-        "batcher": counts["inference_wait_seconds"] - computing,
-        "inference": computing,
-        "learner's queue": counts["queue_wait_seconds"],
-    }
-    total = sum(spent.values()) or 1.0
-    return {name: seconds / total for name, seconds in spent.items()}
-
-
 class Streams:
-    """All streams of a run, in groups.
+    """All streams of a run, in groups; `device` is for inference.
 
     With --sync each stream is a group, so that inference and learning have its rows in
     a known order. Otherwise there is one group.
-
-    Args:
-      device: for inference.
-
-    Attributes:
-      env_fields: fields of a row from the environments, see core/rollout.py.
     """
 
     def __init__(self, run: Run, envs: RemoteEnvs, device: torch.device) -> None:
@@ -157,17 +119,13 @@ class Streams:
         self.env_fields = rollout.env_fields(
             spec.observation_space, learner.model.distribution
         )
+        state = tuple(x.cpu() for x in learner.model.initial_state(1))
+        places = device, learner.device
         parts = [[x] for x in envs.addresses] if flags.sync else [envs.addresses]
+        # No two streams of all learners play the same games.
+        first, stride = ranks.rank() * len(parts), ranks.size() * len(parts)
         self.groups = [
-            StreamGroup(
-                *(flags, part, envs, spec),
-                initial_state=tuple(x.cpu() for x in learner.model.initial_state(1)),
-                # No two streams of all learners play the same games.
-                first_stream=ranks.rank() * len(parts) + i,
-                stream_stride=ranks.size() * len(parts),
-                acting_device=device,
-                learning_device=learner.device,
-            )
+            StreamGroup(flags, part, envs, spec, state, places, (first + i, stride))
             for i, part in enumerate(parts)
         ]
         self.inference_timings: list[Timings] = []
@@ -177,62 +135,55 @@ class Streams:
         items = sum(group.queue.size() for group in self.groups)
         return items * self.run.learner.env_spec.num_envs
 
+    def counts(self) -> Counter[str]:
+        """The numbers of all pools and batchers, added up."""
+        counts: Counter[str] = Counter()
+        for group in self.groups:
+            stats = group.pool.stats() | group.batcher.stats()
+            counts.update({k: x for k, x in stats.items() if not isinstance(x, str)})
+        return counts
+
     def columns(self) -> dict[str, int]:
         """The columns of logs.csv about streams."""
-        stats, queued = [group.pool.stats() for group in self.groups], self.queued()
-        listener = self.envs.listener
-        refused = listener.stats()["num_refused"] if listener else 0
-        return {
-            "reconnects": sum(x["num_reconnects"] for x in stats),
-            "dropped_steps": sum(x["num_dropped_steps"] for x in stats),
-            "refused": refused + sum(x["num_refused"] for x in stats),
-            "env_failures": sum(x["num_env_failures"] for x in stats),
-            "streams": sum(x["num_connected"] for x in stats),
-            "queued": queued,
-        }
+        counts = self.counts()
+        if listener := self.envs.listener:
+            counts["num_refused"] += listener.stats()["num_refused"]
+        names = ("reconnects", "dropped_steps", "refused", "env_failures")
+        columns = {name: counts[f"num_{name}"] for name in names}
+        return columns | {"streams": counts["num_connected"], "queued": self.queued()}
 
     def report(self) -> None:
-        """Logs events and updates the live line.
-
-        Raises:
-          ServerError: a stream was lost, which --sync does not allow.
-        """
+        """Logs events. Raises ServerError if --sync has lost a stream."""
         self.envs.report(self.groups)
-        stats = [group.pool.stats() for group in self.groups]
+        flags, counts = self.run.flags, self.counts()
+        is_lost = counts["num_reconnects"] or counts["num_dropped_steps"]
         # After a stop signal, servers may be gone.
-        for x in stats if self.run.flags.sync and not self.run.stop_requested() else ():
-            if x["num_reconnects"] or x["num_dropped_steps"]:
-                raise ServerError(
-                    "a stream was lost, and a run with --sync can't be the same "
-                    f"without its steps: {x['last_error']}"
-                )
+        if flags.sync and is_lost and not self.run.stop_requested():
+            why = [group.pool.stats()["last_error"] for group in self.groups]
+            raise ServerError(
+                "a stream was lost, and a run with --sync can't be the same without "
+                f"its steps: {'; '.join(filter(None, why))}"
+            )
         acted = sum(group.pool.count() for group in self.groups)
-        connected = sum(x["num_connected"] for x in stats)
-        streams = f"{connected}/{self.run.flags.num_actors}"
+        streams = f"{counts['num_connected']}/{flags.num_actors}"
         self.run.show(self.queued(), acted, streams)
 
     def end(self) -> None:
         """Logs the last events, and where the time went, also into meta.json."""
         self.envs.report(self.groups)
         self.envs.close()
-        counts: Counter[str] = Counter()
+        counts, learner = self.counts(), self.run.timings.shares()
         for timings in self.inference_timings:
             counts.update(timings.seconds)
-        for group in self.groups:
-            stats = group.pool.stats() | group.batcher.stats()
-            counts.update({k: x for k, x in stats.items() if not isinstance(x, str)})
-        shares, learner = stream_shares(counts), self.run.timings.shares()
-        busy = {
-            "learner": learner.get("learn", 0.0),
-            "inference": counts["infer"] / (counts["infer"] + counts["wait"] or 1),
-        }
-        at_limit = [who for who, share in busy.items() if share > ALWAYS_BUSY]
-        slowest = max(shares, key=lambda name: shares[name])
+        shares = stream_shares(counts)
+        inference = counts["infer"] / (counts["infer"] + counts["wait"] or 1)
+        busy = {"learner": learner.get("learn", 0.0), "inference": inference}
+        at_limit = {k: x for k, x in busy.items() if x > ALWAYS_BUSY} or shares
         log.info(
             "The whole run: busy: %s. Streams' time: %s. Reconnects %d, dropped steps "
             "%d. Bottleneck: %s.",
             *(format_shares(busy), format_shares(shares), counts["num_reconnects"]),
-            *(counts["num_dropped_steps"], [*at_limit, slowest][0]),
+            *(counts["num_dropped_steps"], max(at_limit, key=lambda k: at_limit[k])),
         )
         self.run.shares |= {
             "learner": learner,
@@ -246,10 +197,23 @@ class Streams:
             group.close()
 
 
-def pinned(num_bytes: int) -> torch.Tensor:
-    """Pinned memory: a GPU copies from it while the CPU continues.
+def stream_shares(counts: Counter[str]) -> dict[str, float]:
+    """Where streams spend their time; in the batcher, behind the previous batch."""
+    waited, env = counts["inference_wait_seconds"], counts["env_seconds"]
+    per_batch = counts["infer"] / (counts["num_batches"] or 1)
+    computing = min(per_batch * counts["num_items"], waited)
+    spent = {
+        "environments": env,
+        "wire": max(0.0, counts["env_wait_seconds"] - env),
+        "batcher": waited - computing,
+        "inference": computing,
+        "learner's queue": counts["queue_wait_seconds"],
+    }
+    total = sum(spent.values()) or 1.0
+    return {name: seconds / total for name, seconds in spent.items()}
 
-    It is used again once the arrays of its batch are gone. So a thread keeps them until
-    it has read a result from the GPU that depends on them: the answer, or the loss.
-    """
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    # A GPU copies from it while the CPU continues. It is used again once the arrays of
+    # its batch are gone, so a thread keeps them until it has read the GPU's result.
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -6,10 +6,8 @@ import fcntl
 import logging
 import multiprocessing as mp
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import connection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,10 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0  # servers that don't exit within this time are killed
 HEALTHY_SECONDS = 10.0  # uptime after which a crash starts the count anew
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 10.0  # seconds before a restart
+LONGEST_BACKOFF = 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
-SIGN_SECONDS = 5.0  # between two signs of life of a server
-# A server that sends nothing for so long is killed: it does not get ready, or it gives
-# no sign of life. A longer --actor_timeout counts instead.
-SILENT_SECONDS = 300.0
+START_SECONDS = 300.0  # to get ready; a longer --actor_timeout counts instead
+HANG_SECONDS = 300.0  # without a call of watch: the supervisor hangs
 
 
 class RefusedForGood(ServerError):
@@ -42,8 +38,8 @@ class Server:
     index: int
     address: str
     child: children.Child | None = None  # None until its next start
-    ready: float | None = None  # None: not yet
-    heard: float = 0.0  # the last message, or the start
+    is_ready: bool = False
+    since: float = 0.0  # when it got ready, or its start
     due: float = 0.0  # the next start, if there is no process
     starts: int = 0
     crashes: int = 0  # in a row, each before it was healthy
@@ -52,10 +48,8 @@ class Server:
 class Supervisor:
     """The server processes, one per address. One thread at a time.
 
-    Args:
-      serve: the main function of a server process, see serving.py. It sends
-        ("ready", address, description), ("log", text), signs of life after it is ready,
-        and the ServerError that ends it.
+    A process calls `serve`, see serving.py. It sends ("ready", address, description),
+    ("log", text), and the ServerError that ends it.
     """
 
     def __init__(
@@ -66,9 +60,7 @@ class Supervisor:
         # Not forked: gRPC can't be.
         self.group = children.Children(mp.get_context("spawn"), STOP_SECONDS)
         self.ever_ready = False
-        self.sockets: set[str] = set()  # of servers that have been ready
         self.watched = time.monotonic()
-        self.silent_seconds = max(SILENT_SECONDS, flags.actor_timeout)
         self.is_new = Seldom(REPEAT_SECONDS)  # servers that join send equal texts
 
     def watch(self, timeout: float, wake_up: Sequence[Any]) -> None:
@@ -77,50 +69,37 @@ class Supervisor:
         Waits for at most `timeout` seconds, or until one of `wake_up` is ready. Raises
         ServerError if a server can't start, or crashes again and again.
         """
-        now = time.monotonic()
+        self.watched = now = time.monotonic()
         for server in self.servers:
             if server.child is None and now >= server.due:
                 self._start(server)
             elif server.child is None:
                 timeout = min(timeout, server.due - now)
         children.wait(self.group.alive, timeout, wake_up)
-        now = time.monotonic()
-        all_were_suspended = now - self.watched > self.silent_seconds / 2
-        self.watched = now
         for server in self.servers:
-            if all_were_suspended:
-                server.heard = now
             if server.child:
                 self._check(server, server.child)
 
     def _start(self, server: Server) -> None:
-        arguments = (self.flags, server.index, server.address)
-        server.heard, server.ready = time.monotonic(), None
+        server.since, server.is_ready = time.monotonic(), False
         server.starts += 1
-        try:
-            server.child = self.group.start(
-                f"server {server.index}", self.serve, *arguments
-            )
-        except children.ProcessError as error:
-            if not self.ever_ready:
-                raise
-            self._start_later(server, f"can't be started: {error}")
+        who, arguments = f"server {server.index}", (server.index, server.address)
+        server.child = self.group.start(who, self.serve, self.flags, *arguments)
 
     def _check(self, server: Server, child: children.Child) -> None:
         now = time.monotonic()  # before it is ended, which may take seconds
         who = f"environment server {server.index}"
+        limit = max(START_SECONDS, self.flags.actor_timeout)
         try:
             while message := child.receive():
-                server.heard = now
                 self._take(server, *message)
-            if now - server.heard <= self.silent_seconds:
+            if server.is_ready or now - server.since <= limit:
                 return
             children.print_stack(child)
-            why = "An environment may hang and hold Python's lock"
-            if not server.ready:
-                why = "If its environments need that long, raise --actor_timeout"
-            limit = f"{self.silent_seconds:g} s"
-            raise ServerError(f"it gave no sign of life for {limit}. {why}")
+            raise ServerError(
+                f"it is not ready after {limit:g} s. If its environments need that "
+                "long, raise --actor_timeout"
+            )
         except children.ProcessError as error:
             how = f"has died: {error}"
         except RefusedForGood as error:
@@ -131,52 +110,46 @@ class Supervisor:
             how = f"has failed: {error}"
         self.group.end(STOP_SECONDS, [child])
         child.pipe.close()
-        if server.ready is not None and now - server.ready > HEALTHY_SECONDS:
+        if server.is_ready and now - server.since > HEALTHY_SECONDS:
             server.crashes = -1
         self._start_later(server, how)
 
     def _start_later(self, server: Server, how: str) -> None:
         server.crashes += 1
-        who = f"environment server {server.index}"
-        if server.crashes > self.flags.max_restarts:
+        most = self.flags.max_restarts
+        if server.crashes > most:
             raise ServerError(
-                f"{who} {how}: crash number {server.crashes} in a row (--max_restarts "
-                f"{self.flags.max_restarts})"
+                f"environment server {server.index} {how}: crash number "
+                f"{server.crashes} in a row (--max_restarts {most})"
             )
-        doublings = min(server.crashes, 10)  # more would be above the longest
-        backoff = min(FIRST_BACKOFF * 2**doublings, LONGEST_BACKOFF)
-        log.warning(
-            "Server %d %s; starting it again in %.1f s.", server.index, how, backoff
-        )
-        server.child, server.due = None, time.monotonic() + backoff
+        seconds = min(0.1 * 2 ** min(server.crashes, 10), LONGEST_BACKOFF)
+        text = "Server %d %s; starting it again in %.1f s."
+        log.warning(text, server.index, how, seconds)
+        server.child, server.due = None, time.monotonic() + seconds
 
     def _take(self, server: Server, kind: str, *rest: str) -> None:
         if kind == "ready":
-            server.ready, self.ever_ready = time.monotonic(), True
+            server.since, server.is_ready = time.monotonic(), True
+            self.ever_ready = True
             server.address = rest[0]  # keeps a port that was free
-            if server.address.startswith("unix:") and not self.flags.join:
-                self.sockets.add(server.address.removeprefix("unix:"))
             log.info("Server %d at %s: %s", server.index, *rest)
-        elif kind == "log" and self.is_new(*rest):
+        elif self.is_new(*rest):
             log.info("%s", *rest)
 
     # For --metrics_port, in its thread:
 
     def liveness(self) -> str | None:
-        seconds = time.monotonic() - self.watched
-        hangs = seconds > SILENT_SECONDS
-        return f"the supervisor hangs for {seconds:.0f} s" if hangs else None
+        hangs = time.monotonic() - self.watched > HANG_SECONDS
+        return f"the supervisor hangs for {HANG_SECONDS:g} s" if hangs else None
 
     def readiness(self) -> str | None:
-        down = [str(x.index) for x in self.servers if not (x.child and x.ready)]
+        down = [str(x.index) for x in self.servers if not (x.child and x.is_ready)]
         return f"not ready: server {', '.join(down)}" if down else None
 
-    def collect(self) -> Iterable[Any]:
-        from torchbeast.extras import metrics
-
-        ready = sum(bool(x.child and x.ready) for x in self.servers)
-        yield metrics.family("servers_ready", ready)
-        yield metrics.family("server_starts", sum(x.starts for x in self.servers))
+    def numbers(self) -> dict[str, int]:
+        ready = sum(bool(x.child and x.is_ready) for x in self.servers)
+        starts = sum(x.starts for x in self.servers)
+        return {"servers_ready": ready, "server_starts": starts}
 
     def stop(self) -> None:
         """Ends all processes and their children, and removes their sockets."""
@@ -185,35 +158,12 @@ class Supervisor:
             child.process.terminate()
         self.group.end(STOP_SECONDS)
         self.group.close()
-        for path in self.sockets:
+        for server in () if self.flags.join else self.servers:
+            kind, _, path = server.address.partition(":")
+            if kind != "unix" or not Path(path).is_socket():
+                continue
             # A server that exits removes its own, and another may listen there by now.
             with contextlib.suppress(OSError), open(path + ".lock", "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                Path(path).unlink(missing_ok=True)
+                os.unlink(path)
                 os.unlink(lock.name)
-
-
-class SharedPipe:
-    """A server's pipe to its supervisor. Thread-safe."""
-
-    def __init__(self, pipe: connection.Connection) -> None:
-        self.pipe = pipe
-        self.lock = threading.Lock()
-
-    def send(self, message: Any) -> None:
-        # The send fails if the supervisor has exited.
-        with self.lock, contextlib.suppress(OSError):
-            self.pipe.send(message)
-
-    def give_signs_of_life(self, every: float = SIGN_SECONDS) -> None:
-        """Starts a thread that sends them.
-
-        If an environment holds Python's lock for long, they stop.
-        """
-
-        def work() -> None:
-            while True:
-                time.sleep(every)
-                self.send(("alive",))
-
-        threading.Thread(target=work, daemon=True).start()
