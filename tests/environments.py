@@ -25,21 +25,18 @@ class GridWorld(gym.Env):
     LIMIT = 30
     MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
-    def __init__(self):
-        shape = (self.HEIGHT, self.WIDTH, 2)
-        high = np.array([self.HEIGHT - 1, self.WIDTH - 1], np.float32)
-        self.observation_space = spaces.Dict(
-            {
-                "map": spaces.Box(0, 255, shape, np.uint8),
-                "self": spaces.Dict(
-                    {
-                        "position": spaces.Box(np.zeros_like(high), high),
-                        "moved": spaces.Discrete(2),
-                    }
-                ),
-            }
-        )
-        self.action_space = spaces.Discrete(len(self.MOVES))
+    shape = (HEIGHT, WIDTH, 2)
+    high = np.array([HEIGHT - 1, WIDTH - 1], np.float32)
+    place = spaces.Dict(
+        {
+            "position": spaces.Box(np.zeros_like(high), high),
+            "moved": spaces.Discrete(2),
+        }
+    )
+    observation_space = spaces.Dict(
+        {"map": spaces.Box(0, 255, shape, np.uint8), "self": place}
+    )
+    action_space = spaces.Discrete(len(MOVES))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -56,13 +53,9 @@ class GridWorld(gym.Env):
         self.position = np.clip(before + self.MOVES[action], 0, limits)
         self.steps += 1
         distance = self._distance()
-        return (
-            self._observation(moved=bool((self.position != before).any())),
-            1.0 if distance == 0 else -0.01,
-            distance == 0,
-            self.steps >= self.LIMIT,
-            {"distance": distance},
-        )
+        observation = self._observation(bool((self.position != before).any()))
+        reward, late = 1.0 if distance == 0 else -0.01, self.steps >= self.LIMIT
+        return observation, reward, distance == 0, late, {"distance": distance}
 
     def _distance(self):
         return int(np.abs(self.position - self.goal).sum())
@@ -84,9 +77,8 @@ class Locks(gym.Env):
     DIALS = (3, 2, 4)
     LENGTH = 7
 
-    def __init__(self):
-        self.observation_space = spaces.MultiDiscrete(self.DIALS)
-        self.action_space = spaces.MultiDiscrete(self.DIALS)
+    observation_space = spaces.MultiDiscrete(DIALS)
+    action_space = spaces.MultiDiscrete(DIALS)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -110,10 +102,9 @@ class Steering(gym.Env):
 
     LENGTH = 9
 
-    def __init__(self):
-        self.observation_space = spaces.Box(-3.0, 3.0, (2,), np.float64)
-        low, high = np.array([-1.0, -0.5]), np.array([1.0, 2.0])
-        self.action_space = spaces.Box(low, high, dtype=np.float64)
+    observation_space = spaces.Box(-3.0, 3.0, (2,), np.float64)
+    low, high = np.array([-1.0, -0.5]), np.array([1.0, 2.0])
+    action_space = spaces.Box(low, high, dtype=np.float64)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -122,11 +113,9 @@ class Steering(gym.Env):
         return self.point, {}
 
     def step(self, action):
-        # A policy over real numbers samples actions beyond the bounds. The caller of
-        # step() has to clip them.
+        # The caller has to clip actions beyond the bounds.
         low, high = self.action_space.low - 1e-5, self.action_space.high + 1e-5
-        assert (low <= action).all(), action
-        assert (action <= high).all(), action
+        assert ((low <= action) & (action <= high)).all(), action
         self.point = np.clip(self.point + action, -3.0, 3.0)
         self.steps += 1
         reward = float(np.exp(-np.linalg.norm(self.point)))
@@ -143,11 +132,10 @@ class Recall(gym.Env):
     DIGITS = 3
     LENGTH = 4
 
-    def __init__(self):
-        self.observation_space = spaces.Tuple(
-            (spaces.Discrete(self.DIGITS + 1), spaces.MultiBinary(self.LENGTH))
-        )
-        self.action_space = spaces.Discrete(self.DIGITS, start=1)
+    observation_space = spaces.Tuple(
+        (spaces.Discrete(DIGITS + 1), spaces.MultiBinary(LENGTH))
+    )
+    action_space = spaces.Discrete(DIGITS, start=1)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -168,16 +156,12 @@ class Recall(gym.Env):
 
 
 class SeedLog(gym.Env):
-    """Writes the seed of each game that is played into its own file, SEED_FILE.
-
-    A game is played if a step of it is made.
-    """
+    """Writes the seed of each game of which a step is made into a file, SEED_FILE."""
 
     LENGTH = 3
 
-    def __init__(self):
-        self.observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
-        self.action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -202,9 +186,8 @@ class Goals(gym.Env):
 
     GOALS = 100
 
-    def __init__(self):
-        self.observation_space = spaces.Box(0, self.GOALS, (2,), np.float32)
-        self.action_space = spaces.Discrete(3)
+    observation_space = spaces.Box(0, GOALS, (2,), np.float32)
+    action_space = spaces.Discrete(3)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -227,17 +210,15 @@ class Goals(gym.Env):
 class CombinationLock(gym.Env):
     """Press the right one of two buttons at each of LENGTH places.
 
-    A wrong one ends the episode. Reward 1 for the last right one, which ends it, too;
-    all other rewards are 0. So random play takes 2 steps on average, and opens the lock
-    in one of 2 ** LENGTH episodes.
+    A wrong one ends the episode. Reward 1 for the last right one, which ends it, too.
+    So random play opens the lock in one of 2 ** LENGTH episodes.
     """
 
     LENGTH = 16
 
-    def __init__(self):
-        self.observation_space = spaces.Discrete(self.LENGTH)
-        self.action_space = spaces.Discrete(2)
-        self.buttons = np.random.default_rng(1).integers(2, size=self.LENGTH)
+    observation_space = spaces.Discrete(LENGTH)
+    action_space = spaces.Discrete(2)
+    buttons = np.random.default_rng(1).integers(2, size=LENGTH)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -255,8 +236,7 @@ class Corridor(gym.Env):
     """Press the right one of two buttons at each cell; a grid [1, length, 3] of codes.
 
     A wrong one leads back to the begin. Reward 1 for the last cell, which ends the
-    episode; it is truncated after 2 * length steps. Random play reaches the last of 16
-    cells in one of 3,000 episodes.
+    episode; it is truncated after 2 * length steps.
     """
 
     FLOOR, END, AGENT = 1, 8, 10  # MiniGrid's objects
@@ -338,12 +318,11 @@ class Pauses(Blank):
 
 
 class SignsInNetHack(gym.Env):
-    """Read four signs, one in each part of NetHack's observation; then the next four.
+    """Read four signs in NLE's parts of an observation; then the next four.
 
-    The parts that NLE makes with observation_keys=("glyphs", "blstats", "message"), of
-    the same shapes and dtypes. The signs are: the glyph to the right of the hero, who
-    is only in blstats; the half of the map that is water; whether the hero is badly
-    hurt; and the message. Reward: the share of the signs that the action names.
+    They are the glyph to the right of the hero, who is only in blstats; the half of the
+    map that is water; whether the hero is badly hurt; and the message. Reward: the
+    share of the signs that the action names.
     """
 
     GLYPHS, HEIGHT, WIDTH = 5977, 21, 79
@@ -352,17 +331,16 @@ class SignsInNetHack(gym.Env):
     MESSAGES = ("You see here a gold piece.", "The door is locked.")
     LENGTH = 10
 
-    def __init__(self):
-        size = (self.HEIGHT, self.WIDTH)
-        limits = np.iinfo(np.int32)
-        self.observation_space = spaces.Dict(
-            {
-                "glyphs": spaces.Box(0, self.GLYPHS - 1, size, np.int16),
-                "blstats": spaces.Box(limits.min, limits.max, (27,), np.int64),
-                "message": spaces.Box(0, 255, (256,), np.uint8),
-            }
-        )
-        self.action_space = spaces.MultiDiscrete([2, 2, 2, 2])
+    size = (HEIGHT, WIDTH)
+    limits = np.iinfo(np.int32)
+    observation_space = spaces.Dict(
+        {
+            "glyphs": spaces.Box(0, GLYPHS - 1, size, np.int16),
+            "blstats": spaces.Box(limits.min, limits.max, (27,), np.int64),
+            "message": spaces.Box(0, 255, (256,), np.uint8),
+        }
+    )
+    action_space = spaces.MultiDiscrete([2, 2, 2, 2])
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

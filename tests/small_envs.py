@@ -7,7 +7,7 @@ import numpy as np
 from gymnasium import spaces
 
 from torchbeast import flags as declared_flags
-from torchbeast.base.nested import map_nested
+from torchbeast.base.nested import flatten
 from torchbeast.envs import extra_fields
 
 
@@ -28,16 +28,10 @@ def declare(monkeypatch, **fields):
         monkeypatch.setitem(extra_fields.EXTRA_FIELDS, name, field)
 
 
-def leaves(tree):
-    found = []
-    map_nested(found.append, tree)
-    return found
-
-
 def assert_rows_equal(row, expected):
     assert row.keys() == expected.keys()
     for name in row:
-        found, wanted = leaves(row[name]), leaves(expected[name])
+        found, wanted = flatten(row[name]), flatten(expected[name])
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):
             assert getattr(a, "dtype", None) == getattr(b, "dtype", None)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from small_envs import env_flags, here
 
-from torchbeast.envs import atari
 from torchbeast.envs.atari import atari_game, make_atari, make_atari_vec
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import GAME_OVER
@@ -196,22 +195,4 @@ def test_a_wrapper_may_end_the_game():
         row = env.step(np.array([0]))  # no ball, so no life is lost
         assert row["truncated"][0] == row["game_over"][0] == (step % 11 == 0)
         assert row["game_step"][0] == (step - 1) % 11 + 1
-    env.close()
-
-
-def test_lost_life_does_not_restart_the_game():
-    env = make_atari(atari_flags("Breakout-v4"))
-    assert isinstance(env, atari.LifeLoss)
-    _, info = env.reset(seed=0)
-    assert info["lives"] == 5
-    rng = np.random.default_rng(0)
-    for lives in (4, 3):
-        terminated = False
-        while not terminated:
-            observation, _, terminated, truncated, info = env.step(rng.integers(4))
-        assert (info["lives"], info[GAME_OVER], truncated) == (lives, False, False)
-        next_observation, info = env.reset()
-        assert info["lives"] == lives
-        np.testing.assert_array_equal(next_observation, observation)
-    assert env.reset()[1]["lives"] == 5  # in the middle of an episode: a new game
     env.close()

@@ -62,46 +62,39 @@ def test_rows_against_one_environment_at_a_time():
         env, game = short_cart_pole(), 0
         observation, _ = env.reset(seed=game_seed(3, first_index + e, game))
         np.testing.assert_array_equal(first["observation"][e], observation)
-        episode_return, episode_step = 0.0, 0
-        for t, row in enumerate(rows[1:]):
-            last_action = actions[t, e]
-            observation, reward, terminated, truncated, _ = env.step(last_action)
-            episode_return, episode_step = episode_return + reward, episode_step + 1
+        total, steps = 0.0, 0
+        for action, row, final in zip(actions, rows[1:], finals, strict=True):
+            observation, reward, terminated, truncated, _ = env.step(action[e])
+            total, steps = total + reward, steps + 1
             done = terminated or truncated
             assert row["reward"][e] == reward
-            assert row["last_action"][e] == last_action
+            assert row["last_action"][e] == action[e]
             assert row["done"][e] == row["game_over"][e] == done
             assert row["truncated"][e] == (truncated and not terminated)
-            assert row["episode_return"][e] == row["game_return"][e] == episode_return
-            assert row["episode_step"][e] == row["game_step"][e] == episode_step
+            assert row["episode_return"][e] == row["game_return"][e] == total
+            assert row["episode_step"][e] == row["game_step"][e] == steps
+            assert (final is None) == (not row["truncated"].any())
             if row["truncated"][e]:
-                np.testing.assert_array_equal(finals[t][e], observation)
+                np.testing.assert_array_equal(final[e], observation)
             if done:
                 endings.add("terminated" if terminated else "truncated")
                 game += 1
                 observation, _ = env.reset(seed=game_seed(3, first_index + e, game))
-                episode_return, episode_step = 0.0, 0
+                total, steps = 0.0, 0
             np.testing.assert_array_equal(row["observation"][e], observation)
-        for t, row in enumerate(rows[1:]):
-            assert (finals[t] is None) == (not row["truncated"].any())
     assert endings == {"terminated", "truncated"}
 
 
-class Large(gymnasium.Env):
+class Large(Echo):
     """Float32 can not add 1 to the first reward."""
 
-    observation_space = spaces.Discrete(2)
-    action_space = spaces.Discrete(2)
-
     def __init__(self):
+        super().__init__(spaces.Discrete(2))
         self.steps = 0
-
-    def reset(self, *, seed=None, options=None):
-        return 0, {}
 
     def step(self, action):
         self.steps += 1
-        return 0, 1.0 if self.steps > 1 else 2.0**24, False, False, {}
+        return np.float32(0), 1.0 if self.steps > 1 else 2.0**24, False, False, {}
 
 
 def test_returns_of_long_games_keep_their_digits():
@@ -111,17 +104,11 @@ def test_returns_of_long_games_keep_their_digits():
     envs.initial()
     for step in range(1, 100):
         row = envs.step(np.zeros(1, np.int64))
-        assert row["reward"].dtype == row["game_return"].dtype == np.float32
         assert row["game_return"] == row["episode_return"]
         # Above 2 ** 24 float32 has the even numbers only.
         assert abs(float(row["game_return"][0]) - (2**24 + step - 1)) <= 1
-    resumed.initial()
     resumed.load_state_dict(envs.state_dict())
-    for e in (envs, resumed):
-        row = e.step(np.zeros(1, np.int64))
-        assert row["game_step"] == 100
-        assert abs(float(row["game_return"][0]) - (2**24 + 99)) <= 1
-        e.close()
+    assert_rows_equal(resumed.step(np.zeros(1, int)), envs.step(np.zeros(1, int)))
 
 
 def test_nested_observations_and_extra_fields(monkeypatch):
@@ -177,27 +164,6 @@ def test_extra_fields_belong_to_the_step_or_to_the_observation(monkeypatch):
     assert truncated > 10
 
 
-def test_atari_fields_at_a_truncation(monkeypatch):
-    """Lives at the end and at the next start, the same on both paths."""
-    declare(monkeypatch, lives=ExtraField((), np.int64, of="observation"))
-    flags = env_flags("BreakoutNoFrameskip-v4", noop_max=0, max_episode_frames=300)
-    found = {}
-    for path in ("python", "native"):
-        flags.atari_backend = path
-        envs = Environment(flags, 2)
-        row, lives = envs.initial(), []
-        for t in range(75):
-            row = envs.step(np.array([1, 2 + t % 2]))
-            lives.append((row["lives"].tolist(), row["final_lives"].tolist()))
-        assert row["truncated"].all()
-        found[path] = lives
-    assert found["python"] == found["native"]
-    now, final = found["python"][-1]
-    assert now == [5, 5]
-    assert min(final) < 5
-    assert not np.array([final for _, final in found["python"][:-1]]).any()
-
-
 @pytest.mark.parametrize(
     ("dtype", "value", "fits"),
     [
@@ -221,18 +187,28 @@ def test_an_extra_field_of_another_shape_or_dtype(monkeypatch, dtype, value, fit
             extra_fields.select({"goal": value})
 
 
+def echo_multi_binary():
+    return Echo(spaces.MultiBinary((2, 2)))
+
+
 @pytest.mark.parametrize(
     ("make", "actions", "received"),
     [
         (echo_discrete, np.array([0, 2]), [-1, 1]),
         (echo_multi_discrete, np.array([[0, 4], [1, 0]]), [[10, 24], [11, 20]]),
         (echo_box, np.float32([[-5, -5], [1, 9]]), [[-1, -5], [1, 9]]),
+        # The policy has a choice of two for each bit.
+        (
+            echo_multi_binary,
+            np.array([[0, 1, 1, 0], [1, 1, 0, 1]]),
+            [[[0, 1], [1, 0]], [[1, 1], [0, 1]]],
+        ),
     ],
 )
 def test_actions(monkeypatch, make, actions, received):
-    shape = actions.shape[1:]
+    shape = np.shape(received)[1:]
     declare(monkeypatch, echo=ExtraField(shape, np.float32, of="step"))
-    envs = Environment(env_flags(here(make)), 2)
+    envs, resumed = (Environment(env_flags(here(make), sync=True), 2) for _ in "ab")
     first = envs.initial()["last_action"]
     assert first.shape == actions.shape
     assert first.dtype == actions.dtype
@@ -240,23 +216,6 @@ def test_actions(monkeypatch, make, actions, received):
     np.testing.assert_array_equal(row["echo"], received)
     np.testing.assert_array_equal(row["last_action"], actions)
     assert row["last_action"].dtype == actions.dtype
-
-
-def echo_multi_binary():
-    return Echo(spaces.MultiBinary((2, 2)))
-
-
-def test_actions_of_bits(monkeypatch):
-    """The policy has a choice of two for each bit."""
-    declare(monkeypatch, echo=ExtraField((2, 2), np.int8, of="step"))
-    envs = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
-    assert envs.action_space == spaces.MultiDiscrete([2] * 4)
-    actions = np.array([[0, 1, 1, 0], [1, 1, 0, 1]])
-    assert envs.initial()["last_action"].shape == actions.shape
-    row = envs.step(actions)
-    np.testing.assert_array_equal(row["last_action"], actions)
-    np.testing.assert_array_equal(row["echo"], [[[0, 1], [1, 0]], [[1, 1], [0, 1]]])
-    resumed = Environment(env_flags(here(echo_multi_binary), sync=True), 2)
     assert_rows_equal(resumed.load_state_dict(envs.state_dict()), row)
 
 
@@ -313,48 +272,41 @@ def test_atari_lives_and_games(monkeypatch, path, of):
         np.testing.assert_array_equal(row["observation"], observation)
     assert (rows[0]["lives"] == (5 if of == "observation" else 0)).all()
 
+    names = "episode_return", "episode_step", "game_return", "game_step"
     for e in range(2):
-        episode_return = game_return = episode_step = game_step = 0
-        lives_lost = 0
+        totals, lives = np.zeros(4), 5
         for row in rows[1:]:
-            episode_return += row["reward"][e]
-            game_return += row["reward"][e]
-            episode_step += 1
-            game_step += 1
-            assert row["episode_return"][e] == episode_return
-            assert row["game_return"][e] == game_return
-            assert row["episode_step"][e] == episode_step
-            assert row["game_step"][e] == game_step
-            assert not row["truncated"][e]
-            left = 5 - lives_lost - row["done"][e]
+            totals += [row["reward"][e], 1, row["reward"][e], 1]
+            assert [row[name][e] for name in names] == totals.tolist()
+            lives -= int(row["done"][e])
             # At the end of a game the observation is of the next, which has 5.
-            shown = left or 5 if of == "observation" else left
-            assert row["lives"][e] == shown
-            if row["done"][e]:
-                episode_return, episode_step = 0, 0
-                lives_lost += 1
-                assert row["game_over"][e] == (lives_lost == 5)
-            else:
-                assert not row["game_over"][e]
-            if row["game_over"][e]:
-                game_return, game_step, lives_lost = 0, 0, 0
+            assert row["lives"][e] == (lives or 5 if of == "observation" else lives)
+            assert row["game_over"][e] == (lives == 0)
+            assert not row["truncated"][e]
+            totals[: 4 if lives == 0 else 2 if row["done"][e] else 0] = 0
+            lives = lives or 5
     assert max(row["game_return"].max() for row in rows) > 0
 
 
-def test_atari_truncation_on_both_paths():
-    """The same truncated first game on both paths: rows and real last observation."""
-    flags = env_flags("FreewayNoFrameskip-v4", noop_max=0, max_episode_frames=40)
+def test_atari_truncation_on_both_paths(monkeypatch):
+    """The same first game on both paths: rows, last observations, lives."""
+    declare(monkeypatch, lives=ExtraField((), np.int64, of="observation"))
+    flags = env_flags("BreakoutNoFrameskip-v4", noop_max=0, max_episode_frames=300)
     python, native = (
         Environment(argparse.Namespace(**{**vars(flags), "atari_backend": path}), 2)
         for path in ("python", "native")
     )
     assert_rows_equal(native.initial(), python.initial())
-    for t in range(10):
-        action = np.array([1, t % 3])
+    for t in range(75):
+        assert python.final_observation is None
+        action = np.array([1, 2 + t % 2])
         row = python.step(action)
         assert_rows_equal(native.step(action), row)
+        assert row["final_lives"].any() == (t == 74)
     assert row["truncated"].all()
     assert row["game_over"].all()
+    assert row["lives"].tolist() == [5, 5]
+    assert row["final_lives"].min() < 5
     np.testing.assert_array_equal(native.final_observation, python.final_observation)
     assert not np.array_equal(native.final_observation, row["observation"])
     python.step(action)
@@ -363,11 +315,10 @@ def test_atari_truncation_on_both_paths():
 
 def test_initial_starts_new_games():
     envs = Environment(env_flags("CartPole-v1"), 2)
-    first = envs.initial()["observation"]
+    envs.initial()
     envs.step(np.zeros(2, np.int64))
     row = envs.initial()
     assert row["done"].all()
-    assert not np.array_equal(row["observation"], first)
     expected, _ = gymnasium.make("CartPole-v1").reset(seed=game_seed(3, 1, 1))
     np.testing.assert_array_equal(row["observation"][1], expected)
 
@@ -421,18 +372,16 @@ def test_resume_is_exact(tmp_path, env, steps, num_actions):
     resumed.close()
 
 
-class Unseeded(gymnasium.Env):
+class Unseeded(Echo):
     """Draws its observations from a generator that ignores the seed."""
 
-    observation_space = spaces.Box(0, 1, (2,))
-    action_space = spaces.Discrete(2)
     generator = np.random.default_rng(0)
 
-    def reset(self, *, seed=None, options=None):
-        return self.generator.random(2, np.float32), {}
+    def __init__(self):
+        super().__init__(spaces.Discrete(2))
 
-    def step(self, action):
-        return self.generator.random(2, np.float32), 0.0, False, False, {}
+    def reset(self, *, seed=None, options=None):
+        return self.generator.random((), np.float32), {}
 
 
 def test_resume_warns_if_not_deterministic(caplog):

@@ -57,28 +57,9 @@ def several():
     return gymnasium.make_vec("CartPole-v1", num_envs=3)
 
 
-class Parallel:
-    """PettingZoo's parallel API, without its class."""
-
-    possible_agents: ClassVar = ["a", "b"]
-
-    def observation_space(self, agent):
-        return spaces.Discrete(2)
-
-    action_space = observation_space
-
-    def reset(self, seed=None, options=None):
-        return {}, {}
-
-    step = reset
-
-
-@pytest.mark.parametrize("make", [several, Parallel])
-def test_what_is_no_environment(make):
-    with pytest.raises(
-        InvalidEnvironmentError, match=r"not a gymnasium.Env with one ag"
-    ):
-        create_env(env_flags(here(make)))
+def test_what_is_no_environment():
+    with pytest.raises(InvalidEnvironmentError, match=r"not a gymnasium.Env with"):
+        create_env(env_flags(here(several)))
 
 
 @pytest.mark.parametrize(
@@ -151,21 +132,12 @@ class Wider(Counter):
         self.action_space = spaces.Box(-bound, bound, (1,))
 
 
-SAME = "all instances need the same spaces, but one has the action_space"
-
-
-def test_instances_with_other_spaces(tmp_path, monkeypatch):
-    monkeypatch.setenv("MADE", str(tmp_path / "made"))
-    with pytest.raises(RuntimeError, match="action space"):
-        Environment(env_flags(here(Wider)), 2)
-
-
 def test_actors_with_other_spaces(tmp_path, monkeypatch):
     """Their actions would be scaled by other bounds than the learner's."""
     monkeypatch.setenv("MADE", str(tmp_path / "made"))
     flags = {**runs.SMALL, "env": f"{__name__}:Wider", "num_actors": 1}
     output = runs.run(tmp_path, "a", **flags, status=1)
-    assert SAME in output
+    assert "all instances need the same spaces, but one has the action_s" in output
     assert "Traceback" not in output
 
 
@@ -254,19 +226,6 @@ def test_what_can_be_cast_is_allowed(monkeypatch):
 def test_a_reward_that_is_not_finite(monkeypatch, reward):
     with pytest.raises(InvalidEnvironmentError, match=r"Returns: .*the rewards \[.*\]"):
         play(monkeypatch, 1, reward=reward)
-
-
-class RaisesInStep(Counter):
-    def step(self, action):
-        raise ValueError("not enough values to unpack (expected 5, got 4)")
-
-
-def test_an_environments_own_errors_stay_as_they_are():
-    envs = Environment(env_flags(here(RaisesInStep)), 2)
-    envs.initial()
-    with pytest.raises(ValueError, match=r"^not enough values") as error:
-        envs.step(np.zeros(2, np.int64))
-    assert type(error.value) is ValueError
 
 
 class InfiniteReward(Echo):
