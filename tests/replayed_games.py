@@ -46,19 +46,11 @@ class Game:
     """
 
     def __init__(self, rng, lengths):
-        self.rng, self.rows, self.truncated = rng, [], set()
-        step = 0
-        ends = {}
-        for n in lengths:
-            step += abs(n)
-            ends[step] = n < 0
+        self.rng, self.rows = rng, []
+        ends = dict(zip(np.cumsum(np.abs(lengths)), np.less(lengths, 0), strict=True))
         frames = None
-        for t in range(step + 1):
-            row = {
-                name: self._random(leaf)
-                for name, leaf in SPEC.items()
-                if name != "observation"
-            }
+        for t in range(sum(map(abs, lengths)) + 1):
+            row = map_nested(self._random, SPEC)
             row["last_action"] %= A
             row["done"] = np.array(t == 0 or t in ends)
             row["truncated"] = np.array(ends.get(t, False))
@@ -66,11 +58,9 @@ class Game:
             first = row["done"] or frames is None
             frames = [frame] * 4 if first else [*frames[1:], frame]
             row["observation"] = {
+                **map_nested(self._random, SPEC["observation"]),
                 "stack": np.stack(frames),
                 "last": np.stack(frames, axis=-1),
-                "colours": self._random(SPEC["observation"]["colours"]),
-                "vector": self._random(SPEC["observation"]["vector"]),
-                "nothing": self._random(SPEC["observation"]["nothing"]),
             }
             self.rows.append(row)
 

@@ -1,4 +1,3 @@
-import argparse
 import sys
 
 import ale_py
@@ -19,19 +18,7 @@ NOOP_MAX = 30 if sys.platform == "linux" else 0
 
 
 def atari_flags(env, **changes):
-    flags = {
-        "env": env,
-        "frame_skip": 4,
-        "noop_max": NOOP_MAX,
-        "sticky_actions": 0.0,
-        "full_action_space": False,
-        "life_loss": True,
-        "max_episode_frames": 108000,
-        "env_kwargs": None,
-        "wrapper": None,
-        "mask_actions": None,
-    }
-    return argparse.Namespace(**{**flags, **changes})
+    return env_flags(env, **{"noop_max": NOOP_MAX, **changes})
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,7 @@ from torchbeast.base.errors import FlagError, MissingPackageError
 
 
 def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The paths that a flag such as --wrapper has, and the arguments of each.
-
-    Such as a:F,b:C{"size": [4, 5]}. Commas separate them; a JSON object may follow.
-    """
+    """The paths of a flag such as a:F,b:C{"size": [4, 5]}, each with its arguments."""
     found: list[tuple[str, dict[str, Any]]] = []
     while text := text.strip(", "):
         path = re.split("[,{]", text)[0]
@@ -23,9 +20,8 @@ def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
             try:
                 arguments, end = json.JSONDecoder().raw_decode(text)
             except (ValueError, RecursionError) as error:
-                raise FlagError(
-                    f"{flag} {path}: {text} is not a JSON object: {error}"
-                ) from None
+                why = f"{text} is not a JSON object: {error}"
+                raise FlagError(f"{flag} {path}: {why}") from None
             text = text[end:]
         found.append((path.strip(), arguments))
     return found

@@ -60,8 +60,8 @@ def as_declared(name: str, seen: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def select(info: dict[str, Any]) -> dict[str, np.ndarray]:
     """EXTRA_FIELDS of one environment's info. Raises InvalidEnvironmentError."""
-    there = [name for name in EXTRA_FIELDS if name in info]
-    return {k: as_declared(k, info[k], EXTRA_FIELDS[k].shape) for k in there}
+    fields = EXTRA_FIELDS.items()
+    return {k: as_declared(k, info[k], x.shape) for k, x in fields if k in info}
 
 
 def make_fields(

@@ -33,12 +33,8 @@ def create_env(
 ) -> gymnasium.Env:
     """Makes one environment. docs/environments.md says what `flags.env` may name.
 
-    Of `flags` it takes env, env_kwargs, wrapper (see parse_paths) and mask_actions.
-    The parts of extras/envs may adapt what is no gymnasium.Env.
-
-    Raises:
-      FlagError: nothing has this name, or a package is missing.
-      InvalidEnvironmentError: it is not a usable environment.
+    Raises FlagError if nothing has this name or a package is missing, and
+    InvalidEnvironmentError if it is not a usable environment.
     """
     name, flag = flags.env, f"--env {flags.env}"
     arguments = json.loads(flags.env_kwargs or "{}")
@@ -84,10 +80,7 @@ def create_env(
 def vector_maker(
     flags: argparse.Namespace, render_mode: str | None = None
 ) -> Callable[[int | None], Any] | None:
-    """How a part of extras/envs makes E environments in one object; None: none does.
-
-    Without E it makes one, or as many as a game has agents.
-    """
+    """How a part of extras/envs makes E environments in one object; None: none does."""
     makers = [getattr(part, "vector_maker", None) for part in parts.find(ENVS)]
     return next(filter(None, (x(flags, render_mode) for x in makers if x)), None)
 

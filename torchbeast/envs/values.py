@@ -26,10 +26,9 @@ class InvalidEnvironmentError(UserError, ValueError):
 
 
 class FrameStack(spaces.Box):
-    """A Box [K, ...] whose observations are the last K frames, the oldest first.
+    """A Box [K, ...] of the last K frames, the oldest first. A replay stores each once.
 
-    A replay stores each frame once. An observation that does not continue the one
-    before it is right, but takes more room.
+    An observation that does not continue the one before it takes more room.
     """
 
 
@@ -120,12 +119,8 @@ def fit(value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray | None:
 def read(space: spaces.Space, value: Any, leading: tuple[int, ...] = ()) -> Nested:
     """The value as arrays of the space's dtypes, nested as the space.
 
-    Keys that the space lacks are left out. `leading` are dimensions of each array in
-    front of its space's.
-
-    Raises:
-      InvalidEnvironmentError: it has another structure or shape, or its dtype can't
-        hold a value.
+    `leading` are dimensions in front of the space's. Further keys are left out. Raises
+    InvalidEnvironmentError if it is no such value.
     """
     shape = None if space.shape is None else leading + space.shape
     is_array = isinstance(value, np.ndarray) and shape is not None
