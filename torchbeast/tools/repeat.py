@@ -78,8 +78,6 @@ def starts(
 def flags_of(path: pathlib.Path, typed: flagset.Typed, xpid: str) -> flagset.Typed:
     """The flags of a repetition of this record."""
     header, _ = record.read_whole(path)
-    if "server_addresses" in header["flags"]:
-        raise FlagError(f"{path} is PolyBeast's: see docs/debugging.md")
     not_used = of_resume(typed.declared, START) | OF_THE_RUN
     recorded = {k: v for k, v in header["flags"].items() if k not in not_used}
     in_file = flagset.values_of_file(typed.declared, recorded, str(path))
@@ -150,8 +148,8 @@ class Repeated:
         reached, last = self._run.learner.step + steps, self._run.last_step
         if np.max(who) // 2 >= flags.num_actors or reached < last < LARGEST_STEP:
             raise RepeatError(
-                f"{self._path} is damaged, or the start at step {reached} was not "
-                f"recorded: the run went on to step {last}"
+                f"{self._path} is damaged, or a later start was not recorded: it leads "
+                f"to step {reached}, and the run went on to {last}"
             )
 
     def __getattr__(self, name: str) -> Any:
