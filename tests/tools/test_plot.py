@@ -60,7 +60,7 @@ def test_curve_skips_rows_without_a_value(tmp_path):
     path = make_run(tmp_path, "run", [None, 1.0, None, 5.0, float("nan"), 6.0])
     run = read_run(path)
     result = plot.curve(run, "step", "mean_game_return", smooth=2)
-    assert result.label == "run"
+    assert result.name == "run"
     assert result.x.tolist() == [15, 45, 75]
     assert result.raw.tolist() == [1, 5, 6]
     assert result.y.tolist() == [1, 3, 5.5]
@@ -136,7 +136,7 @@ def test_group_curves():
     other = plot.Curve("b-1", x, x)
     both, alone = plot.group_curves([one, other, two])
     assert alone is other
-    assert both.label == "a (2 runs, mean ± std)"
+    assert both.name == "a (2 runs, mean ± std)"
     assert both.x[0] == 15  # Where both have values
     assert both.x[-1] == 30
     np.testing.assert_allclose(both.y, 3 * both.x)

@@ -53,7 +53,7 @@ def test_a_grid_with_seeds(tmp_path):
         assert flags["use_lstm"] == ("true" in name)
         assert flags["entropy_cost"] == 0.02
         assert flags["seed"] == int(name[-1])
-    groups = by_name((read_run(tmp_path / x) for x in names), lambda run: run.name)
+    groups = by_name(read_run(tmp_path / x) for x in names)
     assert sorted(groups) == sorted(kinds)  # as plot --group and report --group do
     # Again: nothing is started.
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}

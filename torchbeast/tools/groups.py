@@ -7,15 +7,14 @@ Interquartile mean and interval are those of Agarwal et al. 2021
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from torchbeast.tools import protocol
 from torchbeast.tools.saved_runs import SavedRun
 
-T = TypeVar("T")
 RESAMPLES = 10_000
 
 
@@ -26,11 +25,11 @@ def group_name(name: str) -> str:
     return re.sub(f"({named}|{bare})$", "", name) or name
 
 
-def by_name(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+def by_name(items: Iterable[Any]) -> dict[str, list[Any]]:
     """Runs or curves of each group, by the group's name."""
-    groups: dict[str, list[T]] = {}
+    groups: dict[str, list[Any]] = {}
     for item in items:
-        groups.setdefault(group_name(name(item)), []).append(item)
+        groups.setdefault(group_name(item.name), []).append(item)
     return groups
 
 

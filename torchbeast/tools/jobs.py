@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchbeast.base import hardware
-from torchbeast.base.errors import UserError
 from torchbeast.procs import children, processes
 from torchbeast.runs.files import writing
 
@@ -25,10 +24,6 @@ TAIL = 15  # lines of a failed run's output that are shown
 
 # Exit statuses of runs that a signal has ended. They can be resumed.
 STOPPED = {sign for n in processes.STOP_SIGNALS for sign in (128 + n, -n)}
-
-
-class OtherRunError(UserError):
-    """The folder already has a run with other flags."""
 
 
 class Job(NamedTuple):

@@ -43,13 +43,13 @@ MOST_LABELS = 20  # curves in the legend
 class Curve(NamedTuple):
     """A line and an optional band from low to high, all [N] float64."""
 
-    label: str
+    name: str
     x: np.ndarray
     y: np.ndarray
     raw: np.ndarray | None = None
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    note: str = ""  # for the legend, after the label
+    note: str = ""  # for the legend, after the name
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     interquartile mean with its 95 % interval. Values are interpolated linearly.
     """
     joined: list[Curve] = []
-    for name, members in groups.by_name(curves, lambda one: one.label).items():
+    for name, members in groups.by_name(curves).items():
         first = max(member.x[0] for member in members)
         last = min(member.x[-1] for member in members)
         if len(members) == 1 or first > last:  # they share no range
@@ -102,8 +102,8 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
         else:
             center, what = y.mean(axis=0), "mean ± std"
             low, high = center - y.std(axis=0), center + y.std(axis=0)
-        label, note = f"{name} ({len(members)} runs, {what})", members[0].note
-        joined.append(Curve(label, x, center, low=low, high=high, note=note))
+        joint, note = f"{name} ({len(members)} runs, {what})", members[0].note
+        joined.append(Curve(joint, x, center, low=low, high=high, note=note))
     return joined
 
 
@@ -127,7 +127,7 @@ def draw(
     from matplotlib.ticker import EngFormatter
 
     every = [c for curves in panels.values() for c in curves]
-    names = list(dict.fromkeys(c.label for c in every))
+    names = list(dict.fromkeys(c.name for c in every))
     beside = len(names) > 4 or any(c.note for c in every)  # a legend that hides curves
     place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
     size = (11 if beside else 8, 0.8 + 3.6 * len(panels))
@@ -135,14 +135,14 @@ def draw(
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     with matplotlib.rc_context({"text.parse_math": False}):  # "$" in a name
         for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
-            colors = [f"C{names.index(c.label) % 10}" for c in curves]
+            colors = [f"C{names.index(c.name) % 10}" for c in curves]
             lines = [draw_curve(axes, *x) for x in zip(curves, colors, strict=True)]
             axes.set_ylabel(Y_LABELS.get(column, column))
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
             if len(names) > 1 and curves:
                 labels = [
-                    "\n".join([c.label, *textwrap.wrap(c.note, LABEL_WIDTH)])
+                    "\n".join([c.name, *textwrap.wrap(c.note, LABEL_WIDTH)])
                     for c in curves[:MOST_LABELS]
                 ]
                 style = {"frameon": False, "fontsize": "small", **place}
@@ -182,7 +182,7 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
     savedir = flags.savedir.expanduser()
     runs = read_runs(flags.xpids, savedir)
     if grouped := flags.group or flags.iqm:
-        groups.check_protocols(groups.by_name(runs, lambda run: run.name))
+        groups.check_protocols(groups.by_name(runs))
     common, own = protocol.split_common(run.protocol() for run in runs)
     panels: dict[str, Sequence[Curve]] = {}
     for y in flags.y:
@@ -197,7 +197,7 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
     if not any(panels.values()):
         raise ValueError("there is nothing to draw yet")
     folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
-    names = {one.label for curves in panels.values() for one in curves}
+    names = {one.name for curves in panels.values() for one in curves}
     only = list(names) if len(names) == 1 else []  # else the legend has them
     title = only if flags.title is None else [flags.title]
     title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)

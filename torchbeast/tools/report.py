@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         savedir, rows = arguments.savedir.expanduser(), []
         runs = read_runs(arguments.xpids, savedir)
-        named = groups.by_name(runs, lambda run: run.name) if arguments.group else {}
+        named = groups.by_name(runs) if arguments.group else {}
         for name, *xpids in arguments.method:
             named.setdefault(name, []).extend(read_runs(xpids, savedir))
         for run in [] if named else runs:

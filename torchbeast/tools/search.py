@@ -109,9 +109,6 @@ class Search:
         """The runs of unfinished trials, then those of new ones, up to `num_trials`.
 
         A trial whose flags do not fit together has failed.
-
-        Raises:
-          OtherRunError: the folder already has a run with other flags.
         """
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.space.keys():

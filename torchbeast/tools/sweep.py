@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchbeast.base.errors import FlagError, needing
+from torchbeast.base.errors import FlagError, UserError, needing
 from torchbeast.flags import Flags
 from torchbeast.procs import children
 from torchbeast.runs import flagset, start
 from torchbeast.runs.files import RunFolder, read_meta
 from torchbeast.tools import grid, jobs, variants
-from torchbeast.tools.jobs import Job, OtherRunError
+from torchbeast.tools.jobs import Job
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Sweep:
 
         Raises:
           FlagError: a flag is not allowed.
-          OtherRunError: such a run was started with other flags.
+          UserError: such a run was started with other flags.
         """
         words = [*self.words]
         for name, value in settings.items():
@@ -85,7 +85,7 @@ class Sweep:
         changes = flagset.changed(saved, flags, free)
         both = saved.keys() & flags.as_dict().keys()  # flags can be newer, or be gone
         if changes := {name: x for name, x in changes.items() if name in both}:
-            raise OtherRunError(
+            raise UserError(
                 f"{job.folder} has a run with other flags "
                 f"({flagset.describe_changes(changes)}). Give another --name"
             )
