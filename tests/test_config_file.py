@@ -10,7 +10,6 @@ from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import start as polybeast
 from torchbeast.runs import flagset, trust
 from torchbeast.runs.files import strict_json
-from torchbeast.runs.flagset import preset_flags
 from torchbeast.runs.trust import UntrustedError
 
 
@@ -61,19 +60,6 @@ def test_the_command_line_wins_and_the_preset_loses(write):
     assert flags.env == "MinAtar/Breakout-v1"
 
 
-def test_a_typed_preset_wins_over_the_file(write):
-    """But not over what else is typed; and what it does not set stays."""
-    args = parse("--preset=minatar", "--seed=4", "--unroll_length=7").as_dict()
-    config = write(json.dumps({"args": args}), "meta.json")
-    flags = parse(config, "--preset=mujoco", "--batch_size=5")
-    preset = preset_flags("mujoco")
-    for name in ("env", "learning_rate", "normalize_observations", "unroll_length"):
-        assert getattr(flags, name) == preset[name]
-    assert (flags.preset, flags.seed, flags.batch_size) == ("mujoco", 4, 5)
-    same = parse(config, "--preset=minatar")
-    assert (same.env, same.unroll_length) == ("MinAtar/Breakout-v1", 7)
-
-
 def test_a_checkpoint_loses(write):
     saved = parse("--seed=3", "--entropy_cost=0.2").as_dict()
     config = write("seed = 4")
@@ -89,20 +75,21 @@ def test_a_checkpoint_loses(write):
         (
             "use_lstm = 1",
             "a.toml",
-            "use_lstm is 1,.*switches are true or false",
+            "use_lstm is 1: .*switches are true or false",
         ),
-        ('use_lstm = ["a"]', "a.toml", r"use_lstm is \['a'\], .*list"),
+        ('use_lstm = ["a"]', "a.toml", r"use_lstm is \['a'\]"),
+        ('model = "huge"', "a.toml", "'huge' is not one of shallow, deep"),
         ("[3]", "meta.json", "meta.json: "),
         ("{", "meta.json", "meta.json: "),
         ('{"args": {}, "flags_left_open": 3}', "meta.json", "meta.json: TypeError"),
         ("[" * 90_000, "meta.json", "meta.json: maximum recursion depth"),
         ("seed = " + "[" * 5_000, "a.toml", r"a\.toml: maximum recursion depth"),
-        ("seed = 2020-01-01", "a.toml", r"a\.toml: the flag seed is .* type date"),
-        ("seed = [[1]]", "a.toml", r"a\.toml: the flag seed is \[\[1\]\].* type list"),
+        ("seed = 2020-01-01", "a.toml", r"a\.toml: the flag seed is "),
+        ("seed = [[1]]", "a.toml", r"a\.toml: the flag seed is \[\[1\]\]"),
         (
             "env_kwargs = {a = 07:32:00}",
             "a.toml",
-            "env_kwargs is .* type time",
+            "env_kwargs is .*time",
         ),
     ],
 )
@@ -116,11 +103,6 @@ def test_there_is_no_such_file(tmp_path):
         parse(f"--config={tmp_path}/nowhere.toml")
 
 
-def test_values_are_checked_as_on_the_command_line(write):
-    with pytest.raises(FlagError, match="invalid choice: 'huge'"):
-        parse(write('model = "huge"'))
-
-
 def test_the_flags_of_another_variant_are_left_out(write):
     args = {"num_servers": 3, "seed": 9, "savedir": "/a", "xpid": "b", "video": None}
     config = write(json.dumps({"args": args}), "meta.json")
@@ -128,13 +110,6 @@ def test_the_flags_of_another_variant_are_left_out(write):
     assert flags.seed == 9
     assert (flags.xpid, "num_servers" in flags.as_dict()) == (None, False)
     assert flagset.parse(polybeast.make_parser(), [config]).num_servers == 3
-
-
-def test_a_run_from_before_a_flag_existed(write):
-    """It did not have what its preset says of the flag now."""
-    args = {"preset": "mujoco", "batch_size": 4, "updates_per_batch": 4}
-    flags = parse(write(json.dumps({"args": args}), "meta.json"))
-    assert (flags.batch_size, flags.updates_per_batch, flags.minibatches) == (4, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +134,7 @@ def test_no_flag_of_a_run_is_refused_in_its_repetition(write, argv):
 def test_a_flag_without_effect_is_refused_beside_a_file(write):
     args = flagset.resolve(parse()).as_dict()
     config = write(json.dumps({"args": args}), "meta.json")
-    with pytest.raises(FlagError, match="--eval_episodes 7 has no effect"):
+    with pytest.raises(FlagError, match="--eval_episodes has no effect"):
         flagset.resolve(parse(config, "--eval_episodes=7"))
 
 
@@ -172,7 +147,7 @@ def test_a_list_is_joined(write):
     ("name", "value", "typed"),
     [
         ("env", "os:remove", "--env=CartPole-v1"),
-        ("env", "antigravity:CartPole-v1", "--preset=minatar"),
+        ("env", "antigravity:CartPole-v1", "--env=CartPole-v1"),
         ("wrapper", "a:b", "--wrapper="),
         ("env_kwargs", '{"path": "x"}', "--env_kwargs={}"),
         ("replay_file", "x", "--replay_file=mine"),

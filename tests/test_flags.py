@@ -108,15 +108,13 @@ def test_what_one_start_does_is_not_taken_from_a_checkpoint():
     ("name", "value"),
     [
         *(("batch_size", "six"), ("batch_size", True), ("learning_rate", [1.0])),
-        *(("env", 5), ("model", "none"), ("life_loss", 1), ("env_kwargs", 5)),
+        *(("env", [5]), ("model", "none"), ("life_loss", 1), ("env_kwargs", 5)),
     ],
 )
 def test_a_checkpoint_with_a_flag_of_a_wrong_type(name, value):
     with pytest.raises(FlagError, match=f"flag {name} is ") as error:
         parse(saved={name: value})
     assert repr(value) in str(error.value)
-    fork = name == "model"
-    assert ("(choose from 'shallow', 'deep'). If a fork" in str(error.value)) == fork
 
 
 def test_a_preset_leaves_nothing_behind():
@@ -136,13 +134,6 @@ def test_every_preset_parses_and_resolves(preset):
     for name, value in PRESETS[preset].items():
         assert getattr(flags, name) == value
         assert declared[name].from_file(value) == value, name
-
-
-def test_a_checkpoint_from_before_a_flag_keeps_learning_as_it_did(monkeypatch):
-    monkeypatch.setitem(PRESETS["minatar"], "optimizer", "adam")
-    assert parse("--preset minatar").optimizer == "adam"
-    assert parse(saved={"preset": "minatar"}).optimizer == "rmsprop"
-    assert parse("--optimizer adam", saved={"seed": 3}).optimizer == "adam"
 
 
 def test_the_published_preset_has_the_published_values():
@@ -354,13 +345,12 @@ def test_resolving_twice_changes_nothing():
         (f"--seed {2**64}", ["--seed", f"below {2**64}", f"got {2**64}"]),
         (f"--total_steps {2**63}", [f"at most {2**63 - 1}", f"got {2**63}"]),
         (f"--num_actors {2**31}", [f"at most {2**31 - 1}", f"got {2**31}"]),
-        ("--learn_start 7", ["--learn_start 7", "without --replay_ratio"]),
-        ("--eval_episodes 7", ["--eval_episodes 7", "without --eval_interval"]),
+        ("--learn_start 7", ["--learn_start has no effect without --replay_ratio"]),
         ("--checkpoint_interval -1", ["--checkpoint_interval", "at least 0"]),
         ("--actor_timeout inf", ["--actor_timeout", "(0, 1e+06]", "got inf"]),
         (
             "--batch_size 4 --unroll_length 30 --total_steps 119",
-            ["120 steps", "--batch_size 4", "--unroll_length 30", "--total_steps 119"],
+            ["one batch has more steps than --total_steps"],
         ),
         ("--alpha 1.5", ["--alpha", "[0, 1]", "got 1.5"]),
         ("--grad_norm_clipping 0", ["--grad_norm_clipping", "more than 0", "got 0"]),
@@ -385,7 +375,7 @@ def test_resolving_twice_changes_nothing():
             "--batch_size 6 --updates_per_batch 4 --minibatches 3",
             ["--updates_per_batch 4", "--minibatches 3"],
         ),
-        ("--core_size 9", ["--core_size 9 has no effect without --use_lstm"]),
+        ("--core_size 9", ["--core_size has no effect without --use_lstm"]),
         (
             "--batch_size 6 --updates_per_batch 3 --minibatches 3 "
             "--replay_ratio 1 --replay_size 1000",
@@ -427,54 +417,40 @@ def machine_with(monkeypatch, count, kind="cuda"):
     monkeypatch.setattr(accelerator, "device_count", lambda: count)
 
 
-def test_the_default_device_is_that_of_this_machine():
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    usual = gpu.type if gpu and gpu.type != "mps" else "cpu"
-    assert devices.learner_device(parse()).type == usual
-
-
-def test_disable_cuda(monkeypatch):
-    machine_with(monkeypatch, 2)
-    assert devices.learner_device(parse()) == torch.device("cuda:0")
-    assert devices.actor_device(parse()) == torch.device("cuda:1")
-    assert devices.learner_device(parse("--disable_cuda")) == torch.device("cpu")
-    assert devices.actor_device(parse("--disable_cuda")) == torch.device("cpu")
-
-
-def test_devices(monkeypatch):
-    machine_with(monkeypatch, 2)
-    flags = parse("--learner_device cuda:1")
-    assert devices.learner_device(flags) == torch.device("cuda:1")
-    assert devices.actor_device(flags) == torch.device("cuda:1"), "the learner's"
-    for given, words in (
-        ("cuda:2", "there are 2 GPUs"),
-        ("cuda:0 --disable_cuda", "there are 0 GPUs .* with --disable_cuda"),
-        ("meta", "meta: there are 2 GPUs of kind cuda"),
-        ("nonsense", "--learner_device nonsense"),
-    ):
-        with pytest.raises(FlagError, match=words):
-            devices.learner_device(parse(f"--learner_device {given}"))
-    machine_with(monkeypatch, 1)
-    assert devices.actor_device(parse()) == torch.device("cuda:0")
-    machine_with(monkeypatch, 0)
-    assert devices.learner_device(parse()) == torch.device("cpu")
-
-
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_other_kinds_of_gpus(monkeypatch, kind):
-    machine_with(monkeypatch, 1, kind)
-    usual = torch.device("cpu") if kind == "mps" else torch.device(kind, 0)
-    assert devices.learner_device(parse()) == devices.actor_device(parse()) == usual
-    given = parse(f"--learner_device {kind}")
-    assert devices.learner_device(given) == torch.device(kind)
-    assert devices.actor_device(given) == torch.device(kind)
-    assert devices.learner_device(parse("--disable_cuda")) == torch.device("cpu")
-    for given, words in (
-        ("cuda:0", f"cuda:0: there are 1 GPUs of kind {kind}"),
-        (f"{kind}:1", "there are 1 GPUs"),
-    ):
-        with pytest.raises(FlagError, match=words):
-            devices.learner_device(parse(f"--learner_device {given}"))
+@pytest.mark.parametrize(
+    ("kind", "count", "line", "learner", "actor"),
+    [
+        ("cuda", 2, "", "cuda:0", "cuda:1"),
+        ("cuda", 2, "--disable_cuda", "cpu", "cpu"),
+        ("cuda", 2, "--learner_device cuda:1", "cuda:1", "cuda:1"),
+        ("cuda", 1, "", "cuda:0", "cuda:0"),
+        ("cuda", 0, "", "cpu", "cpu"),
+        ("xpu", 1, "", "xpu:0", "xpu:0"),
+        ("xpu", 1, "--learner_device xpu", "xpu", "xpu"),
+        ("mps", 1, "", "cpu", "cpu"),
+        ("mps", 1, "--learner_device mps", "mps", "mps"),
+        ("cuda", 2, "--learner_device cuda:2", "there are 2 GPUs", ""),
+        ("cuda", 2, "--learner_device cuda:0 --disable_cuda", "there are 0 GPUs", ""),
+        ("cuda", 2, "--learner_device meta", "meta: there are 2 GPUs of kind cuda", ""),
+        ("cuda", 2, "--learner_device nonsense", "--learner_device nonsense", ""),
+        (
+            "mps",
+            1,
+            "--learner_device cuda:0",
+            "cuda:0: there are 1 GPUs of kind mps",
+            "",
+        ),
+    ],
+)
+def test_devices(monkeypatch, kind, count, line, learner, actor):
+    machine_with(monkeypatch, count, kind)
+    flags = parse(line)
+    if not actor:
+        with pytest.raises(FlagError, match=learner):
+            devices.learner_device(flags)
+        return
+    assert devices.learner_device(flags) == torch.device(learner)
+    assert devices.actor_device(flags) == torch.device(actor)
 
 
 def test_every_number_has_a_range():
@@ -483,7 +459,8 @@ def test_every_number_has_a_range():
 
     declared = actions() | actions(polybeast.make_parser)
     for name, flag in declared.items():
-        assert flag.is_number == (flag.range is not None), name
+        is_number = flag.converter in (int, float)
+        assert is_number == (flag.range is not None), name
 
 
 # --- Resuming ---
@@ -509,8 +486,7 @@ def test_flags_of_another_version_are_named():
 def test_some_flags_are_free_to_change():
     saved = parse().as_dict()
     now = parse(
-        "--mode test --savedir /b --tensorboard --checkpoint_interval 3 --greedy "
-        "--actor_timeout 9 --num_test_episodes 3 --video a.mp4 "
-        "--disable_checkpoint"
+        "--mode test --savedir /b --checkpoint_interval 3 --greedy --actor_timeout 9 "
+        "--num_test_episodes 3 --disable_checkpoint"
     )
     assert flagset.changed(saved, now) == {}

@@ -13,9 +13,9 @@ def test_frozen_flags_refuse_assignment():
     flags = parse("--batch_size 5")
     flags.batch_size = 6
     assert flags.freeze() is flags
-    with pytest.raises(AttributeError, match="batch_size can't be set to 7"):
+    with pytest.raises(AttributeError, match="batch_size can't be set"):
         flags.batch_size = 7
-    with pytest.raises(AttributeError, match="new can't be set to 1"):
+    with pytest.raises(AttributeError, match="new can't be set"):
         flags.new = 1
     assert flags.batch_size == 6
     assert "new" not in flags.as_dict()

@@ -42,7 +42,7 @@ def test_the_key_is_private(config):
     key = folder / "key"
     assert key.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(key.read_bytes()) == trust.KEY_BYTES
+    assert len(key.read_bytes()) == 32
 
 
 def test_it_is_in_the_home_folder(tmp_path, monkeypatch):
@@ -66,14 +66,12 @@ def test_processes_that_start_at_once_have_one_key(config):
     assert found == {trust.sign({"env": "a"}) + "\n"}
 
 
-@pytest.mark.parametrize("damage", ["short", "public", "lost"])
+@pytest.mark.parametrize("damage", ["short", "lost"])
 def test_a_key_that_can_not_be_used(config, caplog, damage):
     signature = trust.sign(FLAGS)
     key = config / "torchbeast" / "key"
     if damage == "short":
         key.write_bytes(b"")
-    elif damage == "public":
-        key.chmod(0o644)
     else:
         key.unlink()
     assert not trust.is_signed(FLAGS, signature)
@@ -85,12 +83,13 @@ def test_a_key_that_can_not_be_used(config, caplog, damage):
 
 
 def test_a_run_without_a_key_goes_on(tmp_path, monkeypatch):
+    runs.forking()  # outside of what follows
     monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/nobody")
     flags = {**runs.SMALL, "env": "faulty:Environment", "total_steps": 20}
     output = runs.run(tmp_path, "a", **flags)
     assert output.count("can't be signed with /proc/nobody/torchbeast/key") == 1
     output = runs.run(tmp_path, "a", total_steps=40, status=1)
-    assert "add --trust_checkpoint_env" in output
+    assert "or --trust_checkpoint_env if you trust it" in output
     output = runs.run(tmp_path, "a", total_steps=40, env="faulty:Environment")
     assert "Finished at step 40" in output
     assert not os.path.exists("/proc/nobody")

@@ -292,4 +292,4 @@ def test_a_checkpoint_may_not_name_code(tmp_path, flag):
     values = {flag: "evil:Class"}
     assert trust.risky(make_parser().declared, values) == values
     with pytest.raises(trust.UntrustedError, match="evil:Class"):
-        trust.check("meta.json", values)
+        trust.check("meta.json", False, make_parser().declared, values, {})

@@ -1,7 +1,4 @@
-"""What a line of torchbeast/flags.py declares: type, default, range, class, help.
-
-Importing this module does not load torch.
-"""
+"""What a line of torchbeast/flags.py declares: type, default, range, class, help."""
 
 import argparse
 import dataclasses
@@ -38,15 +35,11 @@ class Range(NamedTuple):
     high: float
     words: str
 
-    def __contains__(self, x: object) -> bool:
-        assert isinstance(x, int | float)
-        return self.low <= x <= self.high  # false for NaN
 
-
-LARGEST_COUNT, LARGEST_STEP = 2**31 - 1, 2**63 - 1
+LARGEST_STEP = 2**63 - 1
 _LARGEST, _SMALLEST = sys.float_info.max, math.ulp(0.0)  # finite, and above 0
-COUNT = Range(1, LARGEST_COUNT, f"at least 1 and at most {LARGEST_COUNT}")
-COUNT_OR_0 = Range(0, LARGEST_COUNT, f"at least 0 and at most {LARGEST_COUNT}")
+COUNT = Range(1, 2**31 - 1, f"at least 1 and at most {2**31 - 1}")
+COUNT_OR_0 = Range(0, 2**31 - 1, f"at least 0 and at most {2**31 - 1}")
 STEPS = Range(1, LARGEST_STEP, f"at least 1 and at most {LARGEST_STEP}")
 STEPS_OR_0 = Range(0, LARGEST_STEP, f"at least 0 and at most {LARGEST_STEP}")
 FINITE = Range(-_LARGEST, _LARGEST, "finite")
@@ -60,13 +53,7 @@ SECONDS = Range(_SMALLEST, 1e6, "in (0, 1e+06]")
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A declared flag; the object of the flags has its value.
-
-    Attributes:
-      needs: another flag, without which it has no effect.
-      converter: makes the value of a text: bool, int, float, str, or a function that
-        raises ArgumentTypeError. By default it is the declared type.
-    """
+    """A declared flag; the object of the flags has its value."""
 
     default: Any
     help: str
@@ -75,8 +62,8 @@ class Flag:
     choices: Sequence[str] = ()
     alias: str | None = None
     metavar: str | None = None
-    needs: str | None = None
-    converter: Callable[[str], Any] = str
+    needs: str | None = None  # another flag, without which it has no effect
+    converter: Callable[[str], Any] = str  # of a text; by default the declared type
     name: str = ""
 
     def __set_name__(self, owner: Any, name: str) -> None:
@@ -87,41 +74,30 @@ class Flag:
             object.__setattr__(self, "converter", kinds[0])
 
     def __get__(self, flags: Any, owner: type) -> Any:
-        # The values are in the object's __dict__, where Python looks first.
         if flags is None:
             return self
+        # Values are in the object's __dict__, where Python looks first.
         raise AttributeError(f"this script has no flag {self.name}")
-
-    @property
-    def is_number(self) -> bool:
-        return self.converter in (int, float)
 
     @property
     def options(self) -> list[str]:
         """The words that set it, such as --sync and --no-sync."""
-        words = [f"--{self.name}", *([f"--{self.alias}"] if self.alias else [])]
-        return [*words, *([f"--no-{self.name}"] if self.converter is bool else [])]
+        negation = f"no-{self.name}" if self.converter is bool else None
+        return [f"--{x}" for x in (self.name, self.alias, negation) if x]
 
     def convert(self, text: str) -> Any:
-        """The value of a text, but not of a switch.
-
-        Raises:
-          ArgumentTypeError: there is no such value.
-        """
+        """The value of a text, but not of a switch; raises ArgumentTypeError."""
         try:
             value = self.converter(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"invalid {self.converter.__name__} value: {text!r}"
-            ) from None
+            kind = self.converter.__name__
+            raise argparse.ArgumentTypeError(f"invalid {kind}: {text!r}") from None
         if self.choices and value not in self.choices:
-            allowed = ", ".join(map(repr, self.choices))
-            raise argparse.ArgumentTypeError(
-                f"invalid choice: {value!r} (choose from {allowed})"
-            )
+            allowed = ", ".join(self.choices)
+            raise argparse.ArgumentTypeError(f"{value!r} is not one of {allowed}")
         return value
 
-    def from_file(self, value: Any) -> Any:
+    def from_file(self, value: Any, place: str = "a file") -> Any:
         """The value that TOML, JSON or a checkpoint has, as if it had been typed.
 
         A list of texts is joined by commas. None means that the flag was left out.
@@ -138,54 +114,27 @@ class Flag:
                 value = ",".join(value)
             elif isinstance(value, dict):
                 value = json.dumps(value)
-            if not isinstance(value, int | float | str if self.is_number else str):
-                raise TypeError("it must be a number or a text in quotes")
             return self.convert(str(value))
         except (TypeError, argparse.ArgumentTypeError) as error:
-            fork = ". If a fork saved it, use the fork's code" if self.choices else ""
-            raise FlagError(
-                f"the flag {self.name} is {value!r:.80}, of the type "
-                f"{type(value).__name__}: {error}{fork}"
-            ) from None
-
-    def add_to(self, group: Any) -> None:
-        """Adds it to a group of an argparse parser, which gives no default."""
-        words: dict[str, Any] = {"help": self.help.replace("%", "%%")}
-        if self.default is not None:
-            words["help"] += f" (default: {self.default})"
-        names = [f"--{self.name}", *([f"--{self.alias}"] if self.alias else [])]
-        if self.converter is not bool:
-            words |= {"type": self.convert, "metavar": self.metavar}
-            words["choices"] = self.choices or None
-        else:
-            words["action"] = argparse.BooleanOptionalAction
-        group.add_argument(*names, **words).default = argparse.SUPPRESS
+            what = f"{place}: the flag {self.name} is {value!r:.80}"
+            raise FlagError(f"{what}: {error}") from None
 
 
 def flag(default: Any, help: str, *marks: Range | Resume, **more: Any) -> Any:
     """Declares a flag in a class: `NAME: TYPE = flag(default, help, range, class)`.
 
     It counts as Any, so that mypy takes the type of the attribute.
-
-    Args:
-      more: other attributes of Flag.
     """
-    for mark in marks:
-        more["range" if isinstance(mark, Range) else "resume"] = mark
+    more |= {"range" if isinstance(x, Range) else "resume": x for x in marks}
     return Flag(default, help, **more)
 
 
 def json_object(text: str) -> str:
     """Checks a JSON object, for argparse. Returns it with sorted names."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f"""{text!r} is not an object, such as '{{"size": 8}}'"""
-        )
-    return json.dumps(value, sort_keys=True)
+        return json.dumps({**json.loads(text)}, sort_keys=True)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no object: {error}") from None
 
 
 class Group:
@@ -201,12 +150,7 @@ class Group:
 class FlagParser(argparse.ArgumentParser):
     """A parser of groups of flags. It gives typed flags only, and no defaults.
 
-    Args:
-      choices: of flags whose choices flags.py does not know, by name.
-      defaults: of flags that have another default in this script, by name.
-
-    Attributes:
-      declared: the flags, by name.
+    `choices` and `defaults`, by name, replace those that are declared.
     """
 
     def __init__(
@@ -220,33 +164,38 @@ class FlagParser(argparse.ArgumentParser):
         self.declared: dict[str, Flag] = {}
         for group in groups:
             to = self.add_argument_group(group.title) if group.title else self
-            for name, declared in group.declared().items():
-                self.declared[name] = dataclasses.replace(
-                    declared,
-                    choices=tuple(choices.get(name, declared.choices)),
-                    default=defaults.get(name, declared.default),
+            for name, x in group.declared().items():
+                self.declared[name] = x = dataclasses.replace(
+                    x,
+                    choices=tuple(choices.get(name, x.choices)),
+                    default=defaults.get(name, x.default),
                 )
-                self.declared[name].add_to(to)
+                words: dict[str, Any] = {"help": x.help.replace("%", "%%")}
+                if x.default is not None:
+                    words["help"] += f" (default: {x.default})"
+                if x.converter is bool:
+                    words["action"] = argparse.BooleanOptionalAction
+                else:
+                    words |= {"type": x.convert, "metavar": x.metavar}
+                    words["choices"] = x.choices or None
+                names = [f"--{n}" for n in (name, x.alias) if n]
+                to.add_argument(*names, **words).default = argparse.SUPPRESS
 
 
 Me = TypeVar("Me", bound="Values")
-_NO_FLAGS = ("_frozen", "typed", "on_command_line", "needs")
 
 
 class Values(argparse.Namespace):
     """The values of flags; read-only after freeze().
 
     Attributes:
-      typed: names of the flags that the command line, the file of --config or a new
-        preset set.
-      on_command_line: names of those that the command line itself set.
-      needs: other flags, without which these have no effect.
+      typed: names of those that the user gave; also in a file or by a new preset.
+      idle: typed flags that have no effect without another one, and its name.
     """
 
     _frozen = False
     typed: frozenset[str] = frozenset()
-    on_command_line: frozenset[str] = frozenset()
-    needs: Mapping[str, str] = MappingProxyType({})
+    idle: Mapping[str, str] = MappingProxyType({})
 
     def freeze(self: Me) -> Me:
         self.__dict__["_frozen"] = True
@@ -254,9 +203,7 @@ class Values(argparse.Namespace):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._frozen:
-            raise AttributeError(
-                f"flags are frozen: {name} can't be set to {value!r} during the run"
-            )
+            raise AttributeError(f"flags are frozen: {name} can't be set")
         super().__setattr__(name, value)
 
     def replace(self: Me, **changes: Any) -> Me:
@@ -264,4 +211,5 @@ class Values(argparse.Namespace):
         return type(self)(**(vars(self) | changes | {"_frozen": False})).freeze()
 
     def as_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in sorted(vars(self).items()) if k not in _NO_FLAGS}
+        own = ("_frozen", "typed", "idle")
+        return {k: v for k, v in sorted(vars(self).items()) if k not in own}

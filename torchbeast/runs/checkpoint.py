@@ -1,4 +1,4 @@
-"""Checkpoints: model.tar, written atomically, the previous, the best and kept ones."""
+"""Checkpoints: model.tar, written atomically, and the one before."""
 
 import io
 import logging
@@ -15,7 +15,6 @@ import torch
 
 from torchbeast.base.errors import CheckpointError
 from torchbeast.core.finite import find_not_finite
-from torchbeast.core.moments import RunningMoments
 from torchbeast.runs.files import atomic_write
 
 log = logging.getLogger(__name__)
@@ -37,36 +36,28 @@ def find(place: str | os.PathLike[str], savedir: str = "") -> pathlib.Path:
 def save(path: pathlib.Path, state: dict[str, Any], keep_previous: bool = True) -> None:
     """Writes tensors and plain values; keeps the content before as the previous one.
 
-    At every moment `path` is the complete old or the complete new checkpoint.
-
-    Raises:
-      CheckpointError: it can't be written. The last checkpoint is unchanged.
+    Raises CheckpointError if it can't be written; the last one is unchanged then.
     """
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    data = buffer.getbuffer()
+    data = io.BytesIO()
+    torch.save(state, data)
     try:
         with atomic_write(path) as file:
-            file.write(data)
-            file.flush()
-            # The new one must be on disk before the previous one is replaced.
-            os.fsync(file.fileno())
+            file.write(data.getbuffer())
             if keep_previous and path.exists():
+                file.flush()
+                os.fsync(file.fileno())  # before the previous one is replaced
                 copy(path, previous_path(path))
     except OSError as error:
         raise CheckpointError(
-            f"Cannot save a checkpoint of {len(data):,} bytes to {path}: {error}. The "
-            "previous checkpoint, if any, is unchanged. Free some space or choose "
-            "another --savedir."
+            f"Cannot save a checkpoint of {data.tell():,} bytes to {path}: {error}. "
+            "The last one is unchanged. Free some space or choose another --savedir"
         ) from error
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
     """Reads what `save` has written, to the CPU. Runs no code from it.
 
-    Raises:
-      CheckpointError: it is missing or damaged, holds something else, or a number of
-        it is not finite; the message names the previous checkpoint.
+    Raises CheckpointError if it is missing or damaged, or a number is not finite.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
@@ -74,16 +65,15 @@ def load(path: pathlib.Path) -> dict[str, Any]:
                 raise ValueError(f"its part {damaged} has a wrong checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("model_state_dict", "flags"):
-            if not isinstance(state[name], dict):
-                raise TypeError(f"{name} is no dict")
+            state[name].items()  # both are dicts
         for part in ("model", "optimizer", "scheduler", "explorer"):
             name = f"{part}_state_dict"
             if place := find_not_finite(state.get(name), name):
                 raise ValueError(f"{place} is not finite")
         return state
     except Exception as error:  # a damaged file may raise anything
-        refused = re.search(r"GLOBAL [\w.]+", str(error))  # torch's text is long
-        why = f"it refers to the code {refused[0]}" if refused else repr(error)
+        code = re.search(r"GLOBAL [\w.]+", str(error))  # torch advises to run it
+        why = f"it refers to the code {code[0]}" if code else repr(error)
     raise CheckpointError(f"Cannot load the checkpoint {path}: {why}. {way_back(path)}")
 
 
@@ -94,75 +84,33 @@ def way_back(path: pathlib.Path) -> str:
     return f"There is no {previous.name} to go on from"
 
 
-def first_update_failed(path: pathlib.Path, replay: pathlib.Path) -> str:
-    """What to do if a resumed run fails at its first update.
-
-    Args:
-      path, replay: the files that it was resumed from; `replay` need not exist.
-    """
-    other = f", or {replay}, which you may remove" if replay.exists() else ""
-    return (
-        "This was the first update after the start. If the same command fails like "
-        f"this again, the cause is in {path}{other}. {way_back(path)}"
-    )
-
-
 def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
-    """Checks that the model_state_dict of a checkpoint has the weights of a model.
-
-    Raises:
-      CheckpointError: names or shapes differ; the message lists them.
-    """
-    if differences := list(_differences(found, model).values()):
+    """Loads weights into a model. Raises CheckpointError if they don't fit."""
+    try:
+        model.load_state_dict(found)
+    except RuntimeError as error:
         raise CheckpointError(
-            "the checkpoint's weights don't fit the model that the flags and the "
-            f"environment's spaces define: {'; '.join(differences[:6])}. Give the "
-            "--env and the flags of the model that the checkpoint has, or another "
-            "--xpid. If an older version saved it, use the commit in its meta.json"
-        )
+            f"the checkpoint's weights don't fit the model of these flags: {error}. "
+            "Give the --env and the flags of the checkpoint, or another --xpid"
+        ) from error
 
 
 def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
-    """Loads those weights of a checkpoint that fit the model; logs the others.
-
-    Raises:
-      CheckpointError: the file can't be read, or none of its weights fits.
-    """
-    try:
-        path = find(place, savedir)
-        path.stat()
-    except (OSError, ValueError, RuntimeError) as error:  # too long; ~ without HOME
-        raise CheckpointError(
-            f"--init_from {place}: neither a run in {savedir} nor a file: {error}"
-        ) from error
+    """Loads the weights of a checkpoint, but no module of which one does not fit."""
+    path = find(place, savedir)
     found = load(path)["model_state_dict"]
-    differences = _differences(found, model)
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, RunningMoments):
-            parts = {f"{name}.{part}" for part in module.state_dict()}
-            if parts & differences.keys():  # a count without its mean is wrong
-                for part in sorted(parts - differences.keys()):
-                    differences[part] = f"{part} belongs to moments that do not fit"
-    fitting = {name: x for name, x in found.items() if name not in differences}
+    there, here = (
+        {k: x.shape for k, x in y.items()} for y in (found, model.state_dict())
+    )
+    others = {k for k in there | here if there.get(k) != here.get(k)}
+    modules = {name.rpartition(".")[0] for name in others}
+    fitting = {k: x for k, x in found.items() if k.rpartition(".")[0] not in modules}
     if not fitting:
         raise CheckpointError(f"--init_from {place}: none of its weights fits")
     model.load_state_dict(fitting, strict=False)
-    number = len(model.state_dict())
-    log.info("Took %d of %d weights from %s.", len(fitting), number, path)
-    if differences:
-        log.warning("These were not taken: %s.", "; ".join(differences.values()))
-
-
-def _differences(found: dict[str, Any], model: torch.nn.Module) -> dict[str, str]:
-    """Describes the weights whose names or shapes differ from the model's, by name."""
-    there = {name: list(x.shape) for name, x in found.items()}
-    here = {name: list(x.shape) for name, x in model.state_dict().items()}
-    no = "missing"
-    return {
-        k: f"{k} is {there.get(k, no)} in the checkpoint, but {here.get(k, no)} here"
-        for k in sorted(here.keys() | there.keys())
-        if here.get(k) != there.get(k)
-    }
+    log.info("Took %d of %d weights from %s.", len(fitting), len(found), path)
+    if others:
+        log.warning("These do not fit: %s.", ", ".join(sorted(others)))
 
 
 def rng_state() -> dict[str, Any]:
@@ -179,14 +127,12 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restores the result of `rng_state`, except for GPUs that no longer exist."""
-    torch.set_rng_state(state["torch"].cpu())
+    torch.set_rng_state(state["torch"])
     if torch.cuda.is_initialized():
         gpus = torch.cuda.device_count()
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][:gpus]])
+        torch.cuda.set_rng_state_all(state["cuda"][:gpus])
     name, keys, *rest = state["numpy"]
-    np.random.set_state(  # noqa: NPY002 # there is no other call
-        (name, keys.numpy().astype(np.uint32), *rest)
-    )
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     random.setstate(state["python"])
 
 

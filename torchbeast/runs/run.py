@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from torchbeast.base import errors, parts, ranks
-from torchbeast.core import finite
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
 from torchbeast.procs import processes
@@ -33,7 +32,7 @@ from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
 from torchbeast.runs.files import FileWriter
 from torchbeast.runs.flagset import differences
-from torchbeast.runs.start import Start, announce
+from torchbeast.runs.start import Start
 from torchbeast.runs.status import Status, Timings, mean_return
 
 log = logging.getLogger(__name__)
@@ -46,21 +45,15 @@ class Run:
 
     On exit it stops the threads, saves a checkpoint if there is something new and valid
     to save, closes `stack` and completes meta.json. An exception in the body or in a
-    thread ends the run: it is logged, and the exit status is 1.
-
-    `wake` and `log` are thread-safe. `updating` is for learner threads. All other
-    methods are for the main thread.
+    thread ends the run: it is logged, and the exit status is 1. Learner threads use
+    `updating`, and updates `log`; the rest but `wake` is for the main thread.
 
     Args:
-      start: flags, folder and checkpoint.
       learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
-      attach: functions that return more guests.
+      attach: functions that return guests, beside those of base/parts.py.
       until: ends the run at this step and not at --total_steps.
 
     Attributes:
-      guests: optional parts of the run, see base/parts.py.
-      folder: of the run.
-      resumed: whether there is a checkpoint.
       save_soon: set by a guest: the next round saves.
       saving: a checkpoint is being written, or the run is about to end.
       round_at: the time at which the main loop's last round began.
@@ -68,11 +61,7 @@ class Run:
       timings: of the learner threads; use it only inside `updating`.
       shares: of the time of each part, for meta.json.
       on_update: called to wait for an update, to publish and log it.
-      start_thread, on_stop: see Threads. An exception in a thread ends the run.
-      show: updates the live line, see Status.show.
-      wake: wakes the main thread.
-      wake_reader: a file descriptor that is readable when the main thread should wake.
-      last_step: at which the run ends.
+      wake, wake_reader: wakes the main thread; is readable when it should wake.
       exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
@@ -87,10 +76,8 @@ class Run:
         self.resumed, self.folder = start.saved is not None, start.folder.path
         if start.saved:
             learner.load_state_dict(start.saved)
-        elif self.flags.init_from and not ranks.rank():
-            checkpoint.take_over(
-                self.flags.init_from, self.flags.savedir, learner.model
-            )
+        elif (other := self.flags.init_from) and not ranks.rank():
+            checkpoint.take_over(other, self.flags.savedir, learner.model)
         ranks.copy_first(learner.model.state_dict().values())
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
@@ -98,21 +85,19 @@ class Run:
         self.stack, self.timings = contextlib.ExitStack(), Timings()
         self.shares: dict[str, Any] = {}
         self.last_step = until or self.flags.total_steps
-        self._attach = attach
         self.exit_status = 1
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
         self.saving = self.save_soon = False
         self.all_stop = False  # all ranks end after the same update
         self.on_update: Callable[[Any], None] = lambda update: None
-        self._learned = False  # in an update of this start that is finished
         self._begun: collections.deque[Any] = collections.deque()  # not yet finished
         self._turn = threading.Lock()  # the updates of all ranks have one order
         self._lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
-        self._began_at = self._saved_at = self._progress()
+        self._saved_at = self._progress()
         self._last_save = self.round_at = time.monotonic()
-        self.guests = parts.Guests()
+        self.guests, self._attach = parts.Guests(), attach
         self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
         self._threads = Threads(self.wake)
@@ -128,8 +113,7 @@ class Run:
         return self
 
     def _enter(self) -> None:
-        start, flags = self.start, self.flags
-        step = self.learner.step if self.resumed else None
+        values = self.flags.as_dict()
         of_parts = [x.attach for x in parts.find() if hasattr(x, "attach")]
         for attach in (*of_parts, *self._attach) if not ranks.rank() else ():
             if guest := attach(self):
@@ -137,23 +121,20 @@ class Run:
         # From now on signals are only noted, so that meta.json gets the end of the run.
         for number in processes.handled_signals():
             signal.signal(number, self._on_signal)
-        self._writer = FileWriter(
-            start.folder,
-            flags.as_dict(),
-            step,
-            about={
-                "flags_left_open": start.left_open,
-                "flags_signature": trust.sign(flags.as_dict()),
-                "preset_changes": differences(flags.as_dict()),
-                "optimizer": type(self.learner.optimizer).__name__,
-                "ranks": ranks.size(),
-                **join_columns(*self.guests.all("about")),
-            },
-        )
+        self._of_start = {
+            "flags_left_open": self.start.left_open,
+            "flags_signature": trust.sign(values),
+            "ranks": ranks.size(),
+        }
+        about = join_columns(*self.guests.all("about"))
+        about |= {"preset_changes": differences(values), **self._of_start}
+        step = self.learner.step if self.resumed else None
+        self._writer = FileWriter(self.start.folder, values, step, about)
         self._wake_pipe.wake_on_signals()
-        announce(start)
+        for note in self.start.notes:
+            log.info("%s", note)
         # After out.log is open: at its end it restores the log's handlers of now.
-        self._status_line = Status(flags, self.learner)
+        self._status_line = Status(self.flags, self.learner)
         self.show = self._status_line.show
 
     # --- The main loop
@@ -225,7 +206,6 @@ class Run:
                 update = self._begun.popleft()
                 self.guests.all("update", update)
                 self.on_update(update)
-                self._learned = update.policy_version > self._began_at[1]
         except BaseException:
             self._begun.clear()  # they go on from a bad update
             raise
@@ -263,14 +243,11 @@ class Run:
             self._lock.release()
 
     def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
-        """Saves a checkpoint, if there were steps since the last one.
+        """Saves a checkpoint, with what `more` returns, if there were steps.
 
         Waits for an update in progress, but not after a stop signal.
-
-        Args:
-          more: returns additional entries of the checkpoint.
         """
-        learner, flags, self.save_soon = self.learner, self.flags, False
+        learner, path, self.save_soon = self.learner, self.folder / "model.tar", False
         if not self.has_news():
             self._last_save = time.monotonic()
             return
@@ -283,22 +260,16 @@ class Run:
                 return  # keep the last checkpoint, whose weights are finite
             state = learner.state_dict() | more()
             self.saving = True
-            state |= {
-                "flags": flags.as_dict(),
-                "ranks": ranks.size(),
-                "flags_signature": trust.sign(flags.as_dict()),
-                "flags_left_open": self.start.left_open,
-            }
-            path = self.start.folder.path / "model.tar"
+            state |= {"flags": self.flags.as_dict(), **self._of_start}
             # The previous checkpoint is the last one with other weights.
             learned = learner.num_updates != self._saved_at[1]
             checkpoint.save(path, state, keep_previous=learned)
-            self.guests.all("save", path, learner.step)
+            step = learner.step
+            self.guests.all("save", path, step)
             self._saved_at, self._last_save = self._progress(), time.monotonic()
         finally:
             self.saving = False
             self._lock.release()
-        step = state["stats"]["step"]
         log.info("Saved %s at step %d.", path, step)
         self.guests.all("saved", path, step)
 
@@ -306,15 +277,13 @@ class Run:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        same = now - self._signalled_at < processes.SAME_REQUEST_SECONDS
-        if self._signal and not self._signalled_at:  # so far another rank's
-            self._signalled_at, same = now, True
-        if self._signal and (same or self.saving):
-            return
-        if self._signal:
+        if not self._signalled_at:  # don't log here: it may interrupt another log line
+            self._signal, self._signalled_at = self._signal or number, now
+        elif (
+            now - self._signalled_at > processes.SAME_REQUEST_SECONDS
+            and not self.saving
+        ):
             raise KeyboardInterrupt(number)  # second request: don't wait, don't save
-        # Don't log here: the signal may interrupt another log line.
-        self._signal, self._signalled_at = number, now
 
     def _log_signal(self) -> None:
         if self._signal and not self._signal_logged:
@@ -322,41 +291,32 @@ class Run:
             log.warning("%s: ending the run.", signal.Signals(self._signal).name)
 
     def _fail(self, error: BaseException) -> None:
-        if self._error is None and not isinstance(error, KeyboardInterrupt):
-            self._error = f"{type(error).__name__}: {error}"
+        if self._error:  # the first is the cause
+            log.warning("%s: %s", type(error).__name__, error)
+            return
+        if not isinstance(error, KeyboardInterrupt):
+            self._error = f"{type(error).__name__}: {error}"[:1000]
         self.exit_status = errors.report(error)
-        if self.resumed and not self._learned and isinstance(error, FloatingPointError):
-            model = self.start.folder.path / "model.tar"
-            replay = model.with_name("replay.zip")
-            if replay.exists() or finite.ENVIRONMENT_IS_THE_CAUSE not in str(error):
-                log.error("%s", checkpoint.first_update_failed(model, replay))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        worth_saving = True
         try:
             self._log_signal()
-            left = self.learner.step < self.last_step
-            if error is None and not left:
-                try:
-                    left = any(self.guests.all("finish"))
-                except BaseException as failed:
-                    error = failed
-            if error is None:
+            try:
+                if error:
+                    raise error
+                left = self.learner.step < self.last_step
+                left = left or any(self.guests.all("finish"))
                 self.exit_status = 128 + self._signal if left else 0
-                worth_saving = True
-            else:
-                self._fail(error)
+            except BaseException as failed:
+                self._fail(failed)
                 # With --sync only complete rounds can be resumed.
-                ends = checkpoint.CheckpointError | KeyboardInterrupt
-                worth_saving = not (self.flags.sync or isinstance(error, ends))
+                ends = errors.CheckpointError | KeyboardInterrupt
+                worth_saving = not (self.flags.sync or isinstance(failed, ends))
             try:
                 self._end(worth_saving)
-            except checkpoint.CheckpointError as failed_save:
-                if self.exit_status == 1:  # report only the first failure
-                    log.warning("%s", failed_save)
-                else:
-                    self._fail(failed_save)
-            except BaseException as error_at_the_end:
-                self._fail(error_at_the_end)
+            except BaseException as failed:
+                self._fail(failed)
         finally:
             # From now on shutdown is bounded in time; further signals are ignored. The
             # caller restores the handlers.
@@ -381,13 +341,13 @@ class Run:
         if self._threads.errors and self.exit_status != 1:  # raised after the loop
             self._fail(self._threads.errors[0])
             worth_saving = worth_saving and not self.flags.sync
-        late = f"{', '.join(busy)} did not stop in time"
-        if busy and self._lock.locked():  # an update hangs
-            log.error("%s: no last checkpoint is saved.", late)
-            if self._learned or not self._signal:  # the first update may be slow
-                self._error, self.exit_status = self._error or late, 1
-            return
         if busy:
+            late = f"{', '.join(busy)} did not stop in time"
+            if self._lock.locked():  # an update hangs
+                log.error("%s: no last checkpoint is saved.", late)
+                if self._longest_update or not self._signal:  # the first may be slow
+                    self._error, self.exit_status = self._error or late, 1
+                return
             log.warning("%s.", late)
         self.finish_updates()
         if worth_saving:
@@ -395,19 +355,17 @@ class Run:
 
     def _close(self) -> None:
         self.saving = True
-        learner, status = self.learner, self.exit_status
-        counters, last = learner.counters, self.flags.episodes_for_avg
+        learner, counters = self.learner, self.learner.counters
         self._status_line.close()
         try:
             self.stack.close()
         except Exception as error:
             self._fail(error)
-            status = self.exit_status
+        status = self.exit_status
         log.info(
-            "%s at step %d, %.0f SPS, %d games, mean return of the last %d: %s",
+            "%s at step %d, %.0f SPS, %d games, mean return %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
             *(learner.step, counters.sps() or 0, counters.games),
-            min(len(counters.game_returns), last),
             mean_return(counters, self.flags),
         )
         why = self._error if status == 1 else None
