@@ -186,7 +186,7 @@ def test_flags_that_a_checkpoint_lacks_has_or_can_not_have(savedir):
     before = path.read_bytes()
     output = fails(savedir, "a", use_lstm=True, total_steps=800)
     assert "core.weight_ih_l0" in output
-    assert "policy.weight is [2, 131] in the checkpoint, but [2, 256] here" in output
+    assert "size mismatch for policy.weight" in output
     output = fails(savedir, "a", env="environments:GridWorld", total_steps=800)
     assert "is [1, 131] in the checkpoint, but [1, 389] here" in output
     assert path.read_bytes() == before
