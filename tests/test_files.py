@@ -404,6 +404,23 @@ def test_meta_tells_of_every_start(started):
     assert meta["exit_status"] == fourth["exit_status"] == 1
 
 
+def make_checkout(folder):
+    """Makes a repository with a copy of the package; returns a function to run git."""
+    source = pathlib.Path(files.__file__).parents[1]
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, folder / "torchbeast", ignore=ignored)
+    (folder / "README").write_text("one\n")
+
+    def git(*arguments):
+        who = ["-c", "user.name=N", "-c", "user.email=n@example.com"]
+        command = ["git", "-C", str(folder), *who, *arguments]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        return result.stdout.strip()
+
+    git("init", "--quiet")
+    return git
+
+
 GIT_STATE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -415,25 +432,16 @@ print(json.dumps(files.provenance()["git"]))
 
 
 def test_git_state(tmp_path):
-    def git(*arguments):
-        who = ["-c", "user.name=N", "-c", "user.email=n@example.com"]
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True)
-
     def state():
         result = run_python(GIT_STATE, tmp_path)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
-    source = pathlib.Path(files.__file__).parents[1]
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source, tmp_path / "torchbeast", ignore=ignored)
-    (tmp_path / "README").write_text("one\n")
-    git("init", "--quiet")
+    git = make_checkout(tmp_path)
     assert state() is None  # The module is not part of the repository.
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
-    commit = git("rev-parse", "HEAD").stdout.strip()
+    commit = git("rev-parse", "HEAD")
     assert state() == {"commit": commit, "dirty": False}
     (tmp_path / "README").write_text("two\n")
     assert state() == {"commit": commit, "dirty": True}
