@@ -50,9 +50,7 @@ def resolve(flags: Any) -> None:
     if flags.num_learner_threads > 1 or flags.minibatches > 1:
         raise FlagError("--replay_ratio needs --num_learner_threads 1 --minibatches 1")
     if flags.sync and not flags.disable_checkpoint:
-        raise FlagError(
-            "a replay needs --disable_checkpoint with --sync: no exact resume"
-        )
+        raise FlagError("a replay needs --disable_checkpoint with --sync")
 
 
 def attach(run: Any) -> Any:

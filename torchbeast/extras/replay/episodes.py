@@ -41,7 +41,6 @@ class Episode:
     slots: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     is_cut: bool = False  # the end is not that of the episode, or has no value
     stored_at: int = 0  # the learner's step when it last grew
-    touched: int = 0  # steps that the replay had got when it last grew
     last_row: bytes = b""  # if it goes on: digest of the row that its rollout ends with
 
     def __len__(self) -> int:
@@ -80,7 +79,7 @@ class Replay:
         seed: int,
     ) -> None:
         self.capacity, self.unroll_length = capacity, unroll_length
-        self.size = self.num_lost = self._num_added = 0
+        self.size = self.num_lost = 0
         self.was_full = False
         self.arrays: list[np.ndarray] = []
 
@@ -102,8 +101,8 @@ class Replay:
         self._stacks = [x for x in flatten(self._stores) if isinstance(x, FrameStacks)]
         self.fields = list(self._stores)  # of a row
         self._slots = Slots(make(capacity, dtype=np.int64), self._make_room)
+        self._open: list[Episode] = []
         self._complete: collections.deque[Episode] = collections.deque()  # oldest first
-        self._open: list[Episode] = []  # unfinished; the one that grew first is first
         self._readers: list[Reader] = []
         self._rng = np.random.default_rng(seed)
 
@@ -118,7 +117,6 @@ class Replay:
         Raises:
           FlagError: no room for the rollouts.
         """
-        self._num_added += rows["done"][1:].size
         for b in range(rows["done"].shape[1]):
             self._add_rollout(map_nested(lambda x, b=b: x[:, b], rows), step)
 
@@ -130,9 +128,7 @@ class Replay:
             episode = next((x for x in self._open if x.last_row == first), None)
             self._open = [x for x in self._open if x is not episode]
         begin = 0
-        for end in [*(np.flatnonzero(done[1:]) + 1).tolist(), T]:
-            if end == begin:
-                break  # an episode ends in row T
+        for end in sorted({T, *(np.flatnonzero(done[1:]) + 1).tolist()}):
             if episode is None:
                 self.num_lost += end - begin
             else:
@@ -147,7 +143,7 @@ class Replay:
                 episode = Episode()
             begin = end
         if episode is not None and not done[T]:
-            episode.touched, episode.last_row = self._num_added, digest(column, T)
+            episode.last_row = digest(column, T)
             self._open.append(episode)
 
     def _append(
@@ -175,21 +171,15 @@ class Replay:
         self.size += len(episode)
 
     def _make_room(self) -> None:
-        """Removes the oldest complete or lost episode."""
+        """Removes the oldest complete episode."""
         self.was_full = True
-        if self._open and self._num_added - self._open[0].touched > self.capacity:
-            lost = self._open.pop(0)
-            self.num_lost += len(lost)
-            self._free(lost)
-            return
         # Episodes without ends would push out all complete ones. If stacks share no
         # frames, frames can run out while most slots are free.
         while self._slots.num_free + self.size < (1 - OPEN_SHARE) * self.capacity or (
             not self._complete and any(self._open)
         ):
             part = max(self._open, key=len)
-            rest = Episode(touched=part.touched, last_row=part.last_row)
-            self._open[self._open.index(part)] = rest
+            self._open[self._open.index(part)] = Episode(last_row=part.last_row)
             part.is_cut = True
             self._finish(part)
         if not self._complete:
@@ -199,13 +189,10 @@ class Replay:
             )
         oldest = self._complete.popleft()
         self.size -= len(oldest)
-        self._free(oldest)
-
-    def _free(self, episode: Episode) -> None:
-        self._slots.give_back(episode.slots)
+        self._slots.give_back(oldest.slots)
         for store in self._stacks:
-            store.free(episode.slots)
-        episode.slots = episode.slots[:0]
+            store.free(oldest.slots)
+        oldest.slots = oldest.slots[:0]
 
     # --- Replaying
 
