@@ -6,7 +6,7 @@ from pettingzoo import AECEnv, ParallelEnv
 
 
 class Fading(ParallelEnv):
-    """Three agents whose games end at different times; "c" is truncated at its end.
+    """Three agents whose games end at different times; "c" is truncated.
 
     An agent observes the step, and what its last action was. All arrays are used again.
 
@@ -61,7 +61,8 @@ class Fading(ParallelEnv):
         self.steps += 1
         rewards = {x: float(actions[x] * (ord(x) - 96)) for x in self.agents}
         ended = {x: self.steps >= self.lives[x] for x in self.agents}
-        terminated = {x: ended[x] and x != "c" for x in self.agents}
+        both = self.lives["c"] % 2 == 0  # then "c" is terminated, too
+        terminated = {x: ended[x] and (both or x != "c") for x in self.agents}
         truncated = {x: ended[x] and x == "c" for x in self.agents}
         self.agents = [x for x in self.agents if not ended[x]]
         if self.late and self.steps == 2 and not self.skips:
