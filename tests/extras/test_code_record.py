@@ -9,8 +9,6 @@ import pytest
 import runs
 from test_files import make_checkout, read_meta, run_python
 
-from torchbeast.extras import code as code_record
-
 RECORD = """
 import argparse, json, pathlib, sys
 checkout, folder, *parts = sys.argv[1:]
@@ -88,15 +86,6 @@ def test_the_patch_restores_the_code(checkout, tmp_path):
     left_out = {"picture", "ignored.py", "venv/lib/site-packages/big.py"}
     expected = {k: x for k, x in files(checkout).items() if k not in left_out}
     assert files(tmp_path / "clean") == expected
-
-
-def test_a_large_patch_is_left_out(checkout, tmp_path):
-    text = "#" * 99 + "\n"
-    (checkout / "large.py").write_text(text * (code_record.MAX_BYTES // len(text) + 1))
-    names, errors = record(checkout, tmp_path / "run")
-    assert names["code_patch"] is None
-    assert "does not keep code.patch" in errors
-    assert not list((tmp_path / "run").iterdir())
 
 
 def test_without_git_there_is_nothing(tmp_path, checkout):

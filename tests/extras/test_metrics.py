@@ -14,7 +14,7 @@ import pytest
 import runs
 import watched_runs
 
-from torchbeast.base import errors, parts
+from torchbeast.base import parts
 from torchbeast.extras import metrics
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -191,12 +191,3 @@ def test_clients_that_say_nothing(tracker, port, monkeypatch):
     assert get(port, "/livez")[0] == 200
     for one in silent:
         one.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "words"), [("nowhere.invalid", ""), ("192.0.2.1", "Cannot assign")]
-)
-def test_addresses_that_can_not_be_used(port, host, words):
-    run = run_with(metrics_port=port, metrics_host=host)
-    with pytest.raises(errors.FlagError, match=f"--metrics_host {host}.*{words}"):
-        metrics.Metrics(run)

@@ -17,7 +17,6 @@ import watched_runs
 from torchbeast.base.errors import UserError
 
 ray = pytest.importorskip("ray")
-ray_cluster = pytest.importorskip("torchbeast.extras.ray.cluster")
 
 STEPS = 1200
 MONO = {**runs.SMALL, "launcher": "ray", "total_steps": STEPS}
@@ -166,7 +165,7 @@ def secrets(tmp_path):
     token = tmp_path / "token"
     token.write_text("sesame")
     identity = made.identity("learner")
-    return {**identity, "token_file": token, "tls_server_name": "learner"}, made.ca()
+    return {**identity, "token_file": token, "tls_server_name": "learner"}
 
 
 @BOTH
@@ -241,47 +240,12 @@ def test_a_process_of_ray_is_killed(tmp_path, flags, name, monkeypatch):
     )
 
 
-def test_ray_can_not_be_started(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_TMPDIR", "/dev/null/nowhere")
-    output = finish(start(tmp_path, "ray", **MONO))
-    assert "UserError: Ray can not be started: " in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("address", [None, "auto"])
-def test_a_local_start_is_tried_twice(monkeypatch, address):
-    """Ray's own time limits are short on a busy machine."""
-    calls = []
-
-    def init(**arguments):
-        calls.append(arguments["address"])
-        if len(calls) == 1:
-            raise RuntimeError("timed out during startup")
-
-    monkeypatch.setattr(ray, "init", init)
-    if address:
-        with pytest.raises(UserError, match=r"no Ray cluster at .* auto: timed out"):
-            ray_cluster.connect(address)
-        assert calls == ["auto"]
-    else:
-        ray_cluster.connect(address)
-        assert calls == ["local", "local"]
-
-
-@pytest.mark.parametrize("authority", [False, True])
-def test_a_node_dies(tmp_path, cluster, secrets, authority):
+@BOTH
+def test_a_node_dies(tmp_path, cluster, secrets, flags):
     """Its actor goes on at another. In PolyBeast with a token and certificates."""
-    own, ca = secrets
+    folder = tmp_path
     # Without an authority the servers trust the learner's certificate itself.
-    flags = {**POLY, **own, **(ca if authority else {})}
-    survives_a_dead_node(tmp_path, cluster, flags)
-
-
-def test_a_node_of_monobeast_dies(tmp_path, cluster):
-    survives_a_dead_node(tmp_path, cluster, MONO)
-
-
-def survives_a_dead_node(folder, cluster, flags):
+    flags = flags | (secrets if "module" in flags else {})
     process = start_learning(folder, **flags, ray_address=cluster.address)
     assert len(ray_actors()) == 2
     cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
@@ -289,22 +253,6 @@ def survives_a_dead_node(folder, cluster, flags):
     wait_for_replacement(folder, process, flags)
     learns_on(folder, process)
     stop(process)
-
-
-def test_there_is_no_room_for_a_replacement(tmp_path, cluster):
-    """The others go on."""
-    process = start_learning(tmp_path, **MONO, ray_address=cluster.address)
-    cluster.remove_node(cluster.second, allow_graceful=False)
-    learns_on(tmp_path, process)
-    stop(process)
-
-
-@BOTH
-def test_an_environment_can_not_be_made(tmp_path, flags):
-    process = start(tmp_path, "ray", **{**flags, "env": "faulty:NoPlace"})
-    output = finish(process)
-    assert process.returncode == 1
-    assert "NoPlace" in output
 
 
 @BOTH
@@ -325,19 +273,12 @@ def test_an_environment_raises(tmp_path, flags, monkeypatch):
     assert "ValueError: the ball left the table" in output
 
 
-def test_no_room_at_the_start(tmp_path):
-    process = start(tmp_path, "ray", **{**MONO, "num_actors": 200, "actor_timeout": 20})
-    output = finish(process)
-    assert process.returncode == 1
-    assert "Ray did not start 200 actors within 20 s" in output
-    assert "lower --num_actors" in output
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"ray_address": "127.0.0.1:1"}, "no Ray cluster at --ray_address 127.0.0.1:1"),
-        ({"sync": True}, "--sync needs --launcher processes"),
+        ({"sync": True}, "--sync and torchrun need --launcher processes"),
+        ({"env": "faulty:NoPlace"}, "NoPlace"),
     ],
 )
 @BOTH
@@ -347,3 +288,10 @@ def test_what_can_not_work(tmp_path, flags, wrong, words):
     assert process.returncode == 1
     assert words in output
     assert "Traceback" not in output
+
+
+def test_no_room_at_the_start(tmp_path):
+    output = finish(
+        start(tmp_path, "ray", **MONO | {"num_actors": 200, "actor_timeout": 20})
+    )
+    assert "Ray did not start 200 actors within 20 s" in output

@@ -50,7 +50,6 @@ SETTINGS = {
         **{"env": "PongNoFrameskip-v4", "num_actors": 2, "envs_per_actor": 2},
         **{"batch_size": 2, "num_buffers": 5, "total_steps": 400},
     },
-    "continuous": {"env": "Pendulum-v1", "envs_per_actor": 1, "num_buffers": None},
 }
 
 
@@ -256,52 +255,12 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     assert all(now == then for now, then in pairs)
 
 
-def test_a_failure_of_the_learner_comes_again(tmp_path):
-    flags = {**SMALL, "learning_rate": 1e30, "env": "test_record:Counts"}
-    process = runs.start(tmp_path, "a", **flags)
-    assert "not finite" in runs.finish(process)
-    assert "not finite" in repeat_and_fail(tmp_path, "a")
-    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "text"),
-    [
-        ("a", {}, "has no record of a run's first batch"),
-        ("nothing", {}, "has no record of a run's first batch"),
-        ("a", {"learning_rate": 1}, "omit --learning_rate"),
-    ],
-)
-def test_what_cannot_be_repeated(tmp_path, name, flags, text):
-    runs.run(tmp_path, "a", **runs.SMALL)
-    words = command(tmp_path, "b", name, **flags)
-    assert text in runs.run_words(words, status=1)
-
-
 @pytest.mark.parametrize("more", [{"sync": True}, {"module": "torchbeast.polybeast"}])
 def test_a_record_is_of_asynchronous_monobeast(tmp_path, more):
     if "module" in more:
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
     output = runs.run(tmp_path, "a", **runs.SMALL, **more, record=True, status=1)
     assert "--record is for MonoBeast without --sync" in output
-
-
-def test_damaged_files_are_named_at_once(tmp_path):
-    runs.run(tmp_path, "a", **SMALL)
-    path, logs = tmp_path / "a" / "record.0", tmp_path / "a" / "logs.csv"
-    header, _, data = path.read_bytes().partition(b"\n")
-    half = data[: len(data) // 12 * 6]
-    flipped = data[:60] + b"\x40\x00" + data[62:]
-    for number, changed in enumerate((half, flipped)):
-        path.write_bytes(header + b"\n" + changed)
-        output = runs.run_words(command(tmp_path, f"b{number}", "a"), status=1)
-        assert "record.0 is damaged" in output
-        assert "Traceback" not in output
-    path.write_bytes(header + b"\n" + data)
-    logs.write_text(logs.read_text().replace(",3000,", ",3x00,"))
-    output = runs.run_words(command(tmp_path, "c", "a"), status=1)
-    assert "logs.csv is damaged" in output
-    assert "Traceback" not in output
 
 
 def test_a_record_is_not_trusted_to_name_code(tmp_path):

@@ -71,7 +71,6 @@ def test_a_file_that_can_not_be_written(tmp_path):
         (None, "returns None"),
         (np.zeros((4, 5), np.uint8), r"returns uint8 \[4, 5\]"),
         (np.zeros((4, 0, 3)), r"returns float64 \[4, 0, 3\]"),
-        ([np.zeros((4, 5, 3)), np.zeros((4, 6, 3))], "of type list"),
     ],
 )
 def test_what_is_no_picture(returned, what):

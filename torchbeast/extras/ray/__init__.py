@@ -6,6 +6,7 @@ actors.py has MonoBeast's, servers.py PolyBeast's; both call Ray through cluster
 import importlib.util
 from typing import Any
 
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FREE, Group, flag
 
@@ -23,14 +24,10 @@ class Flags(Group):
 
 def check(flags: Any) -> None:
     """Raises FlagError if the run can't use --launcher ray."""
-    from torchbeast.base import ranks
-
-    if flags.sync:
-        raise FlagError("--sync needs --launcher processes")
+    if flags.sync or ranks.size() > 1:
+        raise FlagError("--sync and torchrun need --launcher processes")
     if importlib.util.find_spec("ray") is None:
         raise FlagError("--launcher ray needs Ray: pip install ray")
-    if ranks.size() > 1:
-        raise FlagError("--launcher ray has one learner: start it without torchrun")
 
 
 def actors_class(flags: Any) -> Any:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
@@ -17,7 +16,7 @@ import ray
 import torch
 
 from torchbeast.base.errors import text_of
-from torchbeast.base.nested import Nested, map_nested
+from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.extras.ray import cluster
@@ -32,29 +31,22 @@ class Player:
     """One Ray actor: E environments and an Actor, which fills E slots.
 
     Args:
-      actor_class: monobeast.Actor.
-      memory_shape: of the weights' memory, see SharedWeights.
+      shape: of the weights' memory, see SharedWeights.
       specs: shape and dtype of a slot, nested as the buffers are.
     """
 
     def __init__(
-        self,
-        actor_class: Callable[..., Any],
-        flags: Flags,
-        index: int,
-        memory_shape: tuple[int, ...],
-        specs: dict[str, Nested],
+        self, actor_class: Any, flags: Flags, index: int, shape: Any, specs: Any
     ) -> None:
         torch.set_num_threads(1)
         os.nice(5)  # the learner has priority
-        self.replaces_a_dead_one = (
-            ray.get_runtime_context().was_current_actor_reconstructed
-        )
+        context = ray.get_runtime_context()
+        self.replaces_a_dead_one = context.was_current_actor_reconstructed
         if self.replaces_a_dead_one:
             # Don't repeat the games of the one that died.
             flags = flags.replace(seed=derive_seed(flags.seed, time.time_ns()))
         self.slots = list(range(flags.envs_per_actor))
-        self.memory = torch.zeros(memory_shape, dtype=torch.uint8)
+        self.memory = torch.zeros(shape, dtype=torch.uint8)
         self.buffers = map_nested(
             lambda s: torch.zeros(len(self.slots), *s.shape, dtype=s.dtype), specs
         )
@@ -62,17 +54,10 @@ class Player:
         self.actor: Any = None
 
     def unroll(self, weights: list[ray.ObjectRef], policy_version: int) -> tuple:
-        """One unroll.
+        """Returns the slots [E, ...] as NumPy, timings, and what this actor replaces.
 
         Args:
           weights: one reference to a bank of weights; it is fetched if it is new.
-
-        Returns:
-          The slots [E, ...] as NumPy, timings, and whether it is the first
-          unroll of an actor that replaces a dead one.
-
-        Raises:
-          RuntimeError: the environments can't be made, or an exception in the unroll.
         """
         try:
             if self.actor is None:
@@ -108,17 +93,11 @@ class RayActors(Actors):
 
 
 def call_ray(
-    flags: Flags,
-    actor_class: Callable[..., Any],
-    buffers: dict[str, Nested],
-    memory: torch.Tensor,
-    steps: torch.Tensor,
-    pipe: connection.Connection,
+    flags: Flags, actor_class: Any, buffers: Any, memory: Any, steps: Any, pipe: Any
 ) -> None:
-    """The main function of the child. All steps are counted in steps[0].
+    """The main function of the child, until the learner closes the pipe.
 
-    Ends by an exception: EOFError if the learner closes the pipe, ClusterError if an
-    unroll raised.
+    All steps are counted in steps[0]. Raises ClusterError if an unroll raised.
     """
     torch.set_num_threads(1)
     # The script's own classes: in this process it is not __main__, and in others it may

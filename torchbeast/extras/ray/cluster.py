@@ -4,12 +4,8 @@ Ray ends a process that calls it, at once and without an exception, if its conne
 the raylet breaks or the GCS is gone for long. So the learner calls no function of Ray.
 """
 
-import contextlib
-import functools
-import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,12 +17,10 @@ from torchbeast.base.errors import UserError
 from torchbeast.flags import Flags
 from torchbeast.procs import children, processes
 
-LONGEST_TMPDIR = 35  # bytes: Ray adds 69, and a socket's path may have 107
 START_SECONDS = 300.0  # least time limit of actors that have room: to import PyTorch
 HINT = (
     ". Ray ends it if the raylet of this machine or the GCS of the cluster has died "
-    "(out of memory? see dmesg and the logs in /tmp/ray/session_latest/logs). Start "
-    "the same command again to resume"
+    "(out of memory? see dmesg and /tmp/ray/session_latest/logs)"
 )
 
 
@@ -34,17 +28,10 @@ class ClusterError(UserError, RuntimeError):
     """A Ray actor has raised, or is lost."""
 
 
-# --- In the learner -------------------------------------------------------------------
-
-
 def start_caller(
     group: children.Children, main: Callable[..., None], flags: Flags, *args: Any
 ) -> tuple[children.Child, Any]:
-    """Starts the process that calls Ray. It ends with Ray's processes that it starts.
-
-    Args:
-      main: called there as main(flags, *args, pipe), with a cluster. What it raises
-        is sent to the learner.
+    """Starts the process that calls Ray, and there main(flags, *args, pipe).
 
     Returns the process, and its first message. Raises UserError if no cluster is at
     flags.ray_address, or what `main` raised.
@@ -54,9 +41,6 @@ def start_caller(
     while not (message := child.receive()):
         children.wait([child], 1.0)
     return child, message
-
-
-# --- In the process that calls Ray ----------------------------------------------------
 
 
 def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
@@ -72,32 +56,20 @@ def _call_ray(main: Callable[..., None], flags: Flags, *args: Any) -> None:
 
 def connect(address: str | None) -> None:
     """Connects to this cluster, or starts a local one. Raises UserError if it can't."""
-    has_own = address or os.environ.get("RAY_TMPDIR")
-    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
-    init = functools.partial(
-        ray.init,
-        address=address or "local",
-        _temp_dir="/tmp/ray" if is_long and not has_own else None,
-        configure_logging=False,
-        include_dashboard=False if address is None else None,
-    )
     try:
-        if address and "/" not in address:
-            with contextlib.suppress(ValueError):  # "auto" is not HOST:PORT
-                # Ray would wait for minutes if nothing listens there.
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), 5).close()
-        try:
-            init()
-        except Exception:
-            if address:
-                raise
-            init()  # Ray gives its agents 15 s to start: too short on a busy machine
+        host, _, port = (address or "").rpartition(":")
+        if port.isdigit() and "/" not in host:
+            # Ray would wait for minutes if nothing listens there.
+            socket.create_connection((host, int(port)), 5).close()
+        ray.init(
+            address=address or "local",
+            configure_logging=False,
+            include_dashboard=False if address is None else None,
+        )
     except (Exception, SystemExit) as error:  # of many types
         place = f"no Ray cluster at --ray_address {address}"
-        raise UserError(
-            f"{place if address else 'Ray can not be started'}: {error}"
-        ) from error
+        what = place if address else "Ray can not be started"
+        raise UserError(f"{what}: {error}") from error
 
 
 def start_actors(
@@ -109,8 +81,7 @@ def start_actors(
       limit: the flag with the time limit until the cluster has as many CPUs.
       seconds: its value. When the CPUs are there, START_SECONDS is the least limit.
 
-    Returns the actors, and where they run, in words. Raises UserError if the cluster
-    has no room for them, or one can't start.
+    Returns the actors, and where they run, in words.
     """
     began, needed = time.monotonic(), len(arguments)
     # Ray starts a dead one again, on any machine with room, and repeats its call.
@@ -125,9 +96,8 @@ def start_actors(
         most = seconds if cpus < needed else max(seconds, START_SECONDS)
         if time.monotonic() - began > most:
             raise UserError(
-                f"Ray did not start {needed} actors within {most:g} s. Each needs a "
-                f"CPU, and the cluster has {cpus:g}: lower --num_actors, add machines "
-                f"or raise --{limit}"
+                f"Ray did not start {needed} actors within {most:g} s, with {cpus:g} "
+                f"CPUs: lower --num_actors, add machines or raise --{limit}"
             )
     nodes = [result(place, "a Ray actor") for place in places]
     count = ", ".join(f"{n} ({nodes.count(n)})" for n in sorted(set(nodes)))

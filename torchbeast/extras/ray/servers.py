@@ -36,23 +36,22 @@ FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
 class EnvServer:
     """A Ray actor: the environments of one stream.
 
-    Args:
-      flags: of the run; `join` is the learner's address.
-      files: contents of the files in FILES, by flag.
+    `flags.join` is the learner's address; `files` the contents of FILES, by flag.
     """
 
     def __init__(self, flags: Flags, index: int, files: dict[str, bytes]) -> None:
         os.nice(5)  # the learner has priority
         self.index = index
-        self.flags = flags.replace(
-            **{name: memory_file(name, content) for name, content in files.items()}
-        )
+        # Files that only this process has, and that are on no disk.
+        paths = {name: f"/proc/self/fd/{os.memfd_create(name)}" for name in files}
+        for name, path in paths.items():
+            Path(path).write_bytes(files[name])
+        self.flags = flags.replace(**paths)
 
     def run(self) -> None:
         """Steps environments for the learner, until this actor is killed.
 
-        If one raises, the learner gets the error, and then new environments. Raises
-        ServerError if they can't be made, or if the learner refuses them.
+        If one raises, the learner gets the error, and then new environments.
         """
         start.configure_logging()  # Ray prints it where the learner runs
         try:
@@ -70,20 +69,12 @@ class EnvServer:
                 time.sleep(PAUSE_SECONDS)
 
 
-def memory_file(name: str, content: bytes) -> str:
-    """The path of a new file that only this process has, and that is on no disk."""
-    path = f"/proc/self/fd/{os.memfd_create(name)}"
-    Path(path).write_bytes(content)
-    return path
-
-
 @contextlib.contextmanager
 def ray_servers(flags: Flags) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Runs the environment servers of a run, one per stream, until the block ends.
 
     Yields the address at which the learner has to listen, and a function that raises
-    UserError if a server can't make environments or can't join. Raises UserError if no
-    cluster is at flags.ray_address, or it has no room for them.
+    UserError if a server can't make environments or can't join.
     """
     security(flags)  # raises before Ray starts
     context = multiprocessing.get_context("forkserver")
@@ -94,7 +85,6 @@ def ray_servers(flags: Flags) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def call_ray(flags: Flags, pipe: connection.Connection) -> None:
-    """The main function of the process that calls Ray."""
     address = flags.listen or listening_address(flags)
     join = joined_address(address)
     joining = flags.replace(join=join, listen=None, **dict.fromkeys(FILES))
@@ -121,7 +111,7 @@ def call_ray(flags: Flags, pipe: connection.Connection) -> None:
 
 
 def joined_address(address: str) -> str:
-    """The address at which other machines reach a learner that listens at `address`."""
+    """The address at which others reach a learner that listens at `address`."""
     host, _, port = address.rpartition(":")
     if address.startswith("unix:"):
         return address
@@ -133,7 +123,6 @@ def joined_address(address: str) -> str:
 
 
 def listening_address(flags: Flags) -> str:
-    """A free address for the learner: on a cluster, a port of this machine."""
     if not flags.ray_address:
         make_private_folder(flags.pipes_basename)
         return f"{flags.pipes_basename}.ray"
