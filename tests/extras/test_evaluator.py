@@ -72,20 +72,6 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     assert not (tmp_path / "a" / "test.json").exists()
 
 
-def test_what_a_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
-    """PolyBeast's learner makes environments for evaluations only."""
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    poly = {**FLAGS, "module": "torchbeast.polybeast", "env": "faulty:Environment"}
-    runs.run(tmp_path, "a", **poly)
-    more = poly["total_steps"] + 100
-    runs.run(tmp_path, "a", module=poly["module"], total_steps=more)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))  # another user's
-    flags = {"total_steps": FOREVER}
-    flags |= {"module": "torchbeast.polybeast_learner", "connect_timeout": 20}
-    output = runs.run(tmp_path, "a", **flags, status=1)
-    assert "names --env faulty:Environment" in output
-
-
 def test_a_stop_signal_while_a_test_game_hangs(tmp_path, monkeypatch):
     hangs = tmp_path / "hangs"
     monkeypatch.setenv("HANGS", str(hangs))
@@ -97,20 +83,6 @@ def test_a_stop_signal_while_a_test_game_hangs(tmp_path, monkeypatch):
     runs.finish(process, 30)
     assert process.returncode == 143
     wait_until(lambda: not processes_of_session(process.pid), "all ended")
-
-
-def test_an_environment_that_uses_torch_and_global_generators(tmp_path, monkeypatch):
-    """Actors and evaluations draw other numbers; a repeated run draws the same."""
-    draws = {}
-    for name in ("a", "b"):
-        (folder := tmp_path / f"drawn-{name}").mkdir()
-        monkeypatch.setenv("DRAWN_IN", str(folder))
-        runs.run(tmp_path, name, **{**FLAGS, "env": "faulty:UsesTorch", "seed": 5})
-        draws[name] = sorted(path.read_text().split() for path in folder.iterdir())
-    assert len(draws["a"]) == runs.SMALL["num_actors"] + 1  # the evaluator
-    numbers = [x for drawn in draws["a"] for x in drawn]
-    assert len(set(numbers)) == len(numbers)
-    assert draws["a"] == draws["b"]
 
 
 @pytest.mark.timeout(400)

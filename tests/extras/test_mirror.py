@@ -173,28 +173,6 @@ def test_a_killed_run_goes_on_on_an_empty_machine(tmp_path, s3, kill_later, kind
     assert runs.read_logs(tmp_path / "a", "mine") == rows
 
 
-def test_the_server_dies_while_a_run_learns(tmp_path, s3, kill_later):
-    """The run goes on and says so; the mirror is made anew once it is back."""
-    _, server = s3()
-    flags = {**ENDLESS, "mirror": "s3://bucket"}
-    run = kill_later(runs.start(tmp_path, "a", **flags))
-    runs.wait_for_rows(run, tmp_path, "a", 20, 120)
-    os.killpg(server.pid, signal.SIGKILL)
-    rows = len(runs.read_logs(tmp_path, "a"))
-    runs.wait_for_rows(run, tmp_path, "a", rows + 200, 120)
-    log = tmp_path / "a" / "out.log"
-    watched_runs.wait_until(lambda: "a copy failed" in log.read_text(), "a line", 100)
-    rows = len(runs.read_logs(tmp_path, "a"))
-    runs.wait_for_rows(run, tmp_path, "a", rows + 20, 120)
-    os.kill(run.pid, signal.SIGINT)
-    output = runs.finish(run, 240)
-    assert run.returncode == 130, output
-    assert output.count("a copy failed") == 1
-    assert "The mirror s3://bucket lacks the newest" in output
-    assert "model.tar" in output.partition("lacks the newest")[2]
-    assert "Traceback" not in output
-
-
 def test_places_that_do_not_work(tmp_path, s3):
     s3(INITIAL_NO_AUTH_ACTION_COUNT="3")  # enough to make the bucket
     (tmp_path / "file").touch()
