@@ -182,18 +182,6 @@ int checked_size(const grpc::ByteBuffer& message, int64_t most) {
   return static_cast<int>(message.Length());
 }
 
-template <typename Message>
-Message parse(grpc::ByteBuffer* buffer) {
-  checked_size(*buffer, kMaxHelloBytes);
-  grpc::Slice slice;
-  if (!buffer->DumpToSingleSlice(&slice).ok()) malformed();
-  // A copy: the sender may still write in a lane's memory.
-  const std::string bytes(slice.begin(), slice.end());
-  Message message;
-  if (!message.ParseFromString(bytes)) malformed();
-  return message;
-}
-
 // The length of the field whose tag has been read; its bytes are there.
 int read_length(io::CodedInputStream& in) {
   int length;
@@ -219,6 +207,48 @@ void skip_field(io::CodedInputStream& in, uint32_t tag) {
       break;
   }
   if (!is_good || tag >> 3 == 0) malformed();
+}
+
+// Counts the messages, texts and lists in a message before memory is made for them: an
+// empty one has two bytes here, and seventy there.
+void count_parts(io::CodedInputStream& in, const google::protobuf::Descriptor& type,
+                 int level, int* count) {
+  constexpr int kMostParts = 1 << 14;
+  if (level > 100) malformed();
+  while (const uint32_t tag = in.ReadTag()) {
+    const bool has_length = (tag & 7) == 2;
+    if (has_length && ++*count > kMostParts) {
+      refuse("hello", "more than " + std::to_string(kMostParts) + " parts");
+    }
+    const auto* const field = type.FindFieldByNumber(static_cast<int>(tag >> 3));
+    const auto* const part = field != nullptr ? field->message_type() : nullptr;
+    if (!has_length || part == nullptr) {
+      skip_field(in, tag);
+      continue;
+    }
+    const auto limit = in.PushLimit(read_length(in));
+    count_parts(in, *part, level + 1, count);
+    if (in.BytesUntilLimit() != 0) malformed();
+    in.PopLimit(limit);
+  }
+}
+
+template <typename Message>
+Message parse(grpc::ByteBuffer* buffer) {
+  checked_size(*buffer, kMaxHelloBytes);
+  grpc::Slice slice;
+  if (!buffer->DumpToSingleSlice(&slice).ok()) malformed();
+  // A copy: the sender may still write in a lane's memory.
+  const std::string bytes(slice.begin(), slice.end());
+  const auto* const begin = reinterpret_cast<const uint8_t*>(bytes.data());
+  io::CodedInputStream in(begin, static_cast<int>(bytes.size()));
+  const auto limit = in.PushLimit(static_cast<int>(bytes.size()));
+  int count = 0;
+  count_parts(in, *Message::descriptor(), 0, &count);
+  in.PopLimit(limit);
+  Message message;
+  if (!message.ParseFromString(bytes)) malformed();
+  return message;
 }
 
 // Other numbers than 0 and 1 are undefined behaviour in NumPy and torch.

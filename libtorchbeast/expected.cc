@@ -1,5 +1,6 @@
 #include "expected.h"
 
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/util/message_differencer.h>
 
 #include <algorithm>
@@ -76,7 +77,7 @@ namespace {
 // Compares all but what each stream has for itself. Without a report it ends at the
 // first difference.
 bool compare(const wire::EnvHello& first, const wire::EnvHello& hello,
-             std::string* report) {
+             MessageDifferencer::Reporter* reporter) {
   MessageDifferencer differencer;
   const auto ignore = [&differencer](int field) {
     differencer.IgnoreField(wire::EnvHello::descriptor()->FindFieldByNumber(field));
@@ -87,10 +88,8 @@ bool compare(const wire::EnvHello& first, const wire::EnvHello& hello,
   if (first.environment().empty() || hello.environment().empty()) {
     ignore(wire::EnvHello::kEnvironmentFieldNumber);
   }
-  if (report != nullptr) {
-    differencer.set_report_ignores(false);
-    differencer.ReportDifferencesToString(report);
-  }
+  differencer.set_report_ignores(false);
+  differencer.ReportDifferencesTo(reporter);  // may be null
   return differencer.Compare(first, hello);
 }
 
@@ -101,11 +100,21 @@ bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello) {
 }
 
 std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
-  std::string text;
-  compare(first, hello, &text);
-  if (!text.empty()) text.pop_back();  // the last end of a line
+  // About two large hellos there may be gigabytes to say: what does not fit is left
+  // out.
+  std::string text(2000, '\0');
+  google::protobuf::io::ArrayOutputStream out(text.data(),
+                                              static_cast<int>(text.size()));
+  {
+    MessageDifferencer::StreamReporter reporter(&out);
+    compare(first, hello, &reporter);
+  }
+  const auto size = static_cast<size_t>(out.ByteCount());
+  const bool is_whole = size < text.size();
+  text = first_bytes(text, size);
+  if (is_whole && size > 0) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
-  return shortened(text, 2000);
+  return is_whole ? text : text + " [...]";
 }
 
 void refuse_other(const std::string& first_peer, const std::string& peer,

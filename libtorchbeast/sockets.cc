@@ -3,7 +3,11 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#ifdef __linux__
+#include <linux/tcp.h>  // TCP_INFO has bytes_received
+#else
 #include <netinet/tcp.h>
+#endif
 #include <poll.h>
 #include <pthread.h>
 #include <sys/file.h>
@@ -307,6 +311,20 @@ std::string plain_name(const std::string& peer) {
   return text;
 }
 
+// What a TCP connection has received; 0 if the system does not say.
+uint64_t bytes_received(int fd) {
+#ifdef __linux__
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0) {
+    return info.tcpi_bytes_received;
+  }
+#else
+  static_cast<void>(fd);
+#endif
+  return 0;
+}
+
 ino_t inode_of(int fd) {
   struct stat status;
   return fstat(fd, &status) == 0 ? status.st_ino : 0;
@@ -326,7 +344,7 @@ void AcceptedConnections::add(int fd) {
     }
     drop_closed_at_ = 2 * connections_.size() + 64;
   }
-  connections_[peer_name(fd)] = {fd, inode_of(fd), 0, Clock::now()};
+  connections_[peer_name(fd)] = {fd, inode_of(fd), Clock::now()};
 }
 
 void AcceptedConnections::count_failure(const std::string& peer) {
@@ -340,20 +358,46 @@ void AcceptedConnections::count_failure(const std::string& peer) {
   connection.last_failure = now;
   connection.num_failures = std::max(connection.num_failures - time.count(), 0.0) + 1;
   if (connection.num_failures <= kMostFailures) return;
-  // From here on the number may become that of another connection.
-  const Descriptor own(fcntl(connection.fd, F_DUPFD_CLOEXEC, 0));
-  connection.fd = own.get();
-  if (is_open(connection)) {
-    shutdown(connection.fd, SHUT_RDWR);
-    // gRPC would still read what has arrived.
-    char dropped[1 << 14];
-    while (recv(connection.fd, dropped, sizeof(dropped), MSG_DONTWAIT) > 0) {
-    }
-    sockaddr none{};  // resets a TCP connection on Linux
-    none.sa_family = AF_UNSPEC;
-    static_cast<void>(connect(connection.fd, &none, sizeof(none)));
-  }
+  cut(&connection);
   connections_.erase(found);
+}
+
+void AcceptedConnections::welcome(const std::string& peer) {
+  MutexLock lock(mutex_);
+  const auto found = connections_.find(plain_name(peer));
+  if (found != connections_.end()) found->second.is_stranger = false;
+}
+
+void AcceptedConnections::drop_strangers(Milliseconds limit) {
+  constexpr uint64_t kMostBytes = 1 << 18;  // a handshake has some thousand
+  MutexLock lock(mutex_);
+  const auto now = Clock::now();
+  for (auto one = connections_.begin(); one != connections_.end();) {
+    Connection& connection = one->second;
+    if (connection.is_stranger && (now - connection.since > limit ||
+                                   bytes_received(connection.fd) > kMostBytes)) {
+      cut(&connection);
+      one = connections_.erase(one);
+    } else {
+      ++one;
+    }
+  }
+}
+
+void AcceptedConnections::cut(Connection* connection) {
+  // From here on the number may become that of another connection.
+  const Descriptor own(fcntl(connection->fd, F_DUPFD_CLOEXEC, 0));
+  connection->fd = own.get();
+  if (!is_open(*connection)) return;
+  shutdown(connection->fd, SHUT_RDWR);
+  sockaddr none{};  // resets a TCP connection on Linux; otherwise more would arrive
+  none.sa_family = AF_UNSPEC;
+  static_cast<void>(connect(connection->fd, &none, sizeof(none)));
+  // gRPC would still read what has arrived.
+  char dropped[1 << 14];
+  for (int i = 0; i < 1024; ++i) {
+    if (recv(connection->fd, dropped, sizeof(dropped), MSG_DONTWAIT) <= 0) break;
+  }
 }
 
 // --- Dialling

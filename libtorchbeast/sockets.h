@@ -100,14 +100,22 @@ class AcceptedConnections {
   // short time: opening and ending streams costs the peer less than this process.
   // `peer`: as ServerContext::peer() says.
   void count_failure(const std::string& peer) TB_EXCLUDES(mutex_);
+  // A call there has shown the token.
+  void welcome(const std::string& peer) TB_EXCLUDES(mutex_);
+  // Closes connections without such a call that are older than `limit` or have sent
+  // much: what belongs to no call costs threads and descriptors, too.
+  void drop_strangers(Milliseconds limit) TB_EXCLUDES(mutex_);
 
  private:
   struct Connection {
     int fd;
     ino_t inode;  // tells it from a later one with the same fd
+    Clock::time_point since;
+    bool is_stranger = true;
     double num_failures = 0;
-    Clock::time_point last_failure;
+    Clock::time_point last_failure = since;
   };
+  static void cut(Connection* connection);
   static bool is_open(const Connection& connection);
 
   Mutex mutex_;

@@ -125,6 +125,7 @@ grpc::Status StreamServer::serve(grpc::ServerContext* context, ServedStream* str
     if (!has_token(*context)) {
       throw Ended(End::kStranger, "the token is missing or wrong");
     }
+    accepted_.welcome(context->peer());
     add(&connection, context->peer());
     const AtEnd removal([&] { remove(&connection); });
     return handler_(connection);
@@ -143,6 +144,8 @@ grpc::Status StreamServer::serve(grpc::ServerContext* context, ServedStream* str
 
 // Accepts connections, and ends streams whose peers say nothing.
 void StreamServer::watch(const Listening& listening) {
+  const Milliseconds limit = std::min(options_.hello_timeout, kIdleTimeout);
+  Clock::time_point next_look = Clock::now();
   while (true) {
     {
       MutexLock lock(mutex_);
@@ -152,6 +155,10 @@ void StreamServer::watch(const Listening& listening) {
         connection->cancel_if_slow(options_.hello_timeout,
                                    "has not said hello in time");
       }
+    }
+    if (Clock::now() >= next_look) {
+      accepted_.drop_strangers(limit);
+      next_look = time_after(kInterruptPeriod);
     }
     const int fd = listening.socket->accept(kInterruptPeriod);
     if (fd < 0) continue;

@@ -43,15 +43,16 @@ const Torch* find_torch() {
 std::string name_of_type(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
 // The NumPy array that shares a tensor's memory.
-py::array from_tensor(py::handle tensor, const nest::Place& place) {
+py::array from_tensor(py::handle tensor, const nest::Place& place,
+                      bool may_detach = true) {
   static PyObject* const numpy = PyUnicode_InternFromString("numpy");
   auto array =
       py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), numpy));
   if (!array) {
     const py::error_already_set error;
     const std::string at = "at " + place.str() + ": ";
-    if (py::cast<bool>(tensor.attr("requires_grad"))) {
-      return from_tensor(tensor.attr("detach")(), place);
+    if (may_detach && py::cast<bool>(tensor.attr("requires_grad"))) {
+      return from_tensor(tensor.attr("detach")(), place, false);
     }
     const std::string device = py::str(tensor.attr("device"));
     if (device != "cpu") {
@@ -63,6 +64,11 @@ py::array from_tensor(py::handle tensor, const nest::Place& place) {
         " that cannot be shared (" + std::string(py::str(error.value())) +
         "); allowed are dense tensors of " + kDTypes +
         ". Convert it, for example by .float()");
+  }
+  if (!py::isinstance<py::array>(array)) {
+    throw py::type_error("at " + place.str() + ": numpy() of a " +
+                         name_of_type(tensor) + " returns a " + name_of_type(array) +
+                         ", not an array");
   }
   return py::reinterpret_steal<py::array>(array.release());
 }

@@ -54,6 +54,21 @@ py::str to_text(const std::string& text);
 // ones.
 py::tuple to_tuple(const std::pair<std::vector<Event>, uint64_t>& taken);
 
+// --- Classes
+// --------------------------------------------------------------------------
+
+// pybind11 makes memory for an object whose __init__ was not called, and T's methods
+// would read it. Call this once all T are bound.
+template <typename... T>
+void refuse_before_init() {
+  for (const py::type& type : {py::type::of<T>()...}) {
+    auto* const python = reinterpret_cast<PyTypeObject*>(type.ptr());
+    py::detail::get_type_info(python)->operator_new = [](size_t) -> void* {
+      throw py::type_error("a method was called before __init__");
+    };
+  }
+}
+
 // --- Objects that have threads -------------------------------------------------------
 
 // A new T. A fork leaves it alone.

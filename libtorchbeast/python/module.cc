@@ -5,7 +5,11 @@
 #include <exception>
 #include <stdexcept>
 
+#include "../actor_pool.h"
 #include "../batching.h"
+#include "../client.h"
+#include "../listener.h"
+#include "../server.h"
 #include "../stream_spec.h"
 #include "../transport.h"
 #include "bindings.h"
@@ -74,6 +78,8 @@ and close(), which have time limits.
   bind_listener(m);
   bind_pool(m);
   bind_environments(m);
+  refuse_before_init<BatchingQueue, DynamicBatcher, DynamicBatcher::Batch, EnvServer,
+                     EnvClient, ActorPool, Listener, Security>();
   register_exit();
 }
 

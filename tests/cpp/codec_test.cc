@@ -445,6 +445,20 @@ TEST(Codec, DeepNestingDoesNotOverflowTheStack) {
   for (int levels : {100, 10000}) EXPECT_TRUE(contains(reason(levels), "malformed"));
 }
 
+TEST(Codec, CountsPartsBeforeTheyTakeMemory) {
+  const auto reason = [](const std::string& part, size_t count) {
+    std::string parts;
+    for (size_t i = 0; i < count; ++i) parts += part;
+    grpc::ByteBuffer buffer = buffer_of(bytes(1, number(1, kWireVersion) + parts));
+    return refusal([&] { decode_env_message(&buffer); });
+  };
+  const std::string tuple = bytes(4, bytes(5, bytes(1, "")));
+  for (const std::string& part : {bytes(6, ""), bytes(9, ""), tuple}) {
+    EXPECT_EQ(reason(part, 1000), "accepted");
+    EXPECT_TRUE(contains(reason(part, 100000), "hello: more than 16384 parts"));
+  }
+}
+
 TEST(Codec, ErrorsCarryAnyText) {
   const auto sent = [](const std::string& text) {
     return decode(bytes_of(encode_error(text))).second.value_or("a step");
