@@ -98,16 +98,9 @@ def test_rows_are_those_of_gymnax(game, params):
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("module", ["monobeast", "polybeast"])
-def test_both_variants_train_and_test_on_it(tmp_path, module):
-    flags = {**runs.SMALL, "env": NAME, "batch_size": 3}
-    if module == "polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
-        flags["module"] = "torchbeast.polybeast"
-        flags |= {"num_servers": 1, "pipes_basename": f"unix:{tmp_path}/pipe"}
-    runs.run(tmp_path, "run", **flags)
+def test_monobeast_trains_and_tests_on_it(tmp_path):
+    runs.run(tmp_path, "run", **{**runs.SMALL, "env": NAME, "batch_size": 3})
     rows = runs.read_logs(tmp_path, "run")
-    assert int(rows[-1]["step"]) >= 600
     assert int(rows[-1]["games"]) > 5
     output = runs.run(tmp_path, "run", mode="test", num_test_episodes=5)
     assert "5 games: mean return" in output

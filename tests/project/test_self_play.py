@@ -11,9 +11,7 @@ import runs
 import torch
 from test_evaluate import make_flags, make_weights
 
-from examples.self_play import players
 from examples.self_play.games import SelfPlay, kept
-from torchbeast import load_agent
 from torchbeast.runs import checkpoint
 
 connect_four = pytest.importorskip("pettingzoo.classic.connect_four_v3")
@@ -99,26 +97,6 @@ def test_a_file_of_somebody_else_is_not_trusted(tmp_path, caplog):
     assert env.reset(seed=1)[0]["opponent"] == 0
     assert "not signed with your key" in caplog.text
     assert make(tmp_path).reset(seed=1)[0]["opponent"] == 1
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("words", [[], ["--use_lstm"]], ids=str)
-def test_a_saved_player_acts_as_the_agent(tmp_path, words, greedy):
-    path = tmp_path / "model.1.tar"
-    # So that it is not nearly uniform.
-    save(path, *words, edit=lambda weights: weights["policy.weight"].mul_(100))
-    agent = load_agent(path, trust_env=True)
-    env, state = make(tmp_path, against="random"), None
-    player = players.Saved(agent, np.random.default_rng(1), greedy)
-    agent.generator.manual_seed(int(np.random.default_rng(1).integers(2**62)))
-    observation, over, moves = env.reset(seed=2)[0], False, []
-    while not over:
-        move = player.move(observation)
-        action, state = agent.act(observation, state, greedy=greedy)
-        assert move == action
-        moves.append(move)
-        observation, _, over, _, _ = env.step(move)
-    assert len(moves) > 3
 
 
 @pytest.mark.timeout(500)

@@ -267,14 +267,3 @@ def test_names_of_a_checkpoint_that_are_no_flags(tmp_path, name):
         assert hasattr(flags, "width") == trusts
         with pytest.raises(AttributeError, match="frozen"):
             flags.env = "x"
-
-
-def test_it_has_the_flags_of_one_variant(tmp_path):
-    """A fork may read them in make_model, also those that it has added."""
-    flags = make_flags("--env", "CartPole-v1", "--envs_per_actor", "3")
-    weights = make_weights(flags)
-    saved = {**flags.as_dict(), "width": 7}
-    state = {"flags": saved, "model_state_dict": weights}
-    checkpoint.save(tmp_path / "model.tar", state)
-    agent = load_agent(tmp_path)
-    assert (agent.flags.envs_per_actor, agent.flags.width) == (3, 7)

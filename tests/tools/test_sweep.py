@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 
 import pytest
 import runs
@@ -215,22 +214,6 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
 )
 def test_what_can_not_work(refused, own, flags, status, message):
     assert message in refused(*own, status=status, **flags)
-
-
-@pytest.mark.parametrize(
-    ("package", "own"),
-    [
-        ("optuna", ["--search", "alpha=uniform:0:1"]),
-        ("submitit", ["--submit", "local"]),
-    ],
-)
-def test_without_the_extra(refused, monkeypatch, package, own):
-    for name in ("torchbeast.tools.search", "torchbeast.tools.slurm_jobs"):
-        monkeypatch.delitem(sys.modules, name, raising=False)  # they import it
-        monkeypatch.delattr(name, raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
-    # Not '.[EXTRA]', which needs a checkout and takes the place of its install.
-    assert f"pip install {package} (" in refused(*own, status=1)
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("4", [4]), ("7,1-2,1", [7, 1, 2])])

@@ -187,11 +187,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     method: dict[str, Any] = {"nargs": "+", "action": "append", "default": []}
     method["help"] = "the same for these runs, with a row per task; may be repeated"
     add("--method", metavar=("NAME", "RUN"), **method)
-    several: dict[str, Any] = {"nargs": "+", "type": int, "default": []}
     at_help = "compare groups after these steps, too"
-    add("--at", **several, metavar="STEP", help=at_help)
+    add("--at", nargs="+", type=int, default=[], metavar="STEP", help=at_help)
     tuned_help = "seeds on which settings were chosen; groups leave these runs out"
-    add("--tuned_on", **several, metavar="SEED", help=tuned_help)
+    add("--tuned_on", nargs="+", type=int, default=[], metavar="SEED", help=tuned_help)
     scores_help = "JSON with the returns that count as 0 and as 1, per task, or atari"
     add("--scores", type=pathlib.Path, metavar="FILE", help=scores_help)
     arguments = parser.parse_args(argv)

@@ -10,12 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna import distributions
 from optuna.trial import TrialState
 from sqlalchemy import URL
 
@@ -28,7 +23,7 @@ log = logging.getLogger(__name__)
 FORMS = "uniform:LOW:HIGH, loguniform:LOW:HIGH, int:LOW:HIGH or choice:A:B:..."
 
 
-def distribution(text: str) -> BaseDistribution:
+def distribution(text: str) -> distributions.BaseDistribution:
     """The values of --search FLAG=KIND:VALUE:VALUE..., from its part after the "=".
 
     Raises:
@@ -39,11 +34,13 @@ def distribution(text: str) -> BaseDistribution:
         match kind, values:
             case "uniform" | "loguniform", [low, high]:
                 is_log = kind == "loguniform"
-                return FloatDistribution(float(low), float(high), log=is_log)
+                return distributions.FloatDistribution(
+                    float(low), float(high), log=is_log
+                )
             case "int", [low, high]:
-                return IntDistribution(int(low), int(high))
+                return distributions.IntDistribution(int(low), int(high))
             case "choice", [_, *_]:
-                return CategoricalDistribution(values)
+                return distributions.CategoricalDistribution(values)
         raise ValueError(f"unknown kind, or number of values: {kind}")
 
 
