@@ -147,7 +147,6 @@ class Learner:
         self.is_ahead = devices.works_ahead(self.device)
         spaces = env_spec.observation_space, env_spec.action_space
         self.model = make_model(flags, *spaces, self.device)
-        # Those of all learners together.
         self.steps_per_batch = flags.batch_size * flags.unroll_length * ranks.size()
         made = make_optimizer(self.model, flags, self.steps_per_batch)
         self.optimizer, self.scheduler = made
@@ -276,9 +275,9 @@ def update(
 def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> Update:
     """Learns from one batch [T + 1, B, ...]; does not wait for a GPU.
 
-    The batch is used for flags.updates_per_batch updates, each from one of
-    flags.minibatches parts of it. The columns about the loss are of the last one.
-    A replay adds columns to the batch. Until it has enough, the batch is only stored.
+    It makes flags.updates_per_batch updates, each from one of flags.minibatches parts.
+    The columns about the loss are of the last one. A replay adds columns to the batch;
+    until it has enough, the batch is only stored.
 
     initial_state: tensors [layers, B, ...], the recurrent state before row 0.
     Raises FloatingPointError as `update` does, with a GPU in finish().
@@ -328,7 +327,7 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
 def count_batch(
     learner: Learner, batch: dict[str, torch.Tensor], step: int, newest: int
 ) -> dict[str, Any]:
-    """Counts what a batch contains. Returns columns for logs.csv; see Counters.add."""
+    """Columns for logs.csv about what a batch contains; see Counters.add."""
     return {
         "step": step,
         "frames": step * learner.env_spec.frames_per_step,

@@ -128,9 +128,8 @@ class Net(nn.Module):
           acting: true in actors, which store all outputs in the rollout.
 
         Returns:
-          policy_logits [T, B, P] and baseline [T, B], or [T, B, K] if there are K
-          values, float32. Acting, also the explorer's fields. Not acting, if rewards
-          are normalized, reward [T, B] to learn from. And the last state.
+          policy_logits [T, B, P] and baseline [T, B], or of K values [T, B, K],
+          float32; fields of the explorer, or a normalized reward. And the last state.
         """
         T, B = rows["reward"].shape
         fields: dict[str, torch.Tensor] = {}
@@ -179,8 +178,7 @@ class Net(nn.Module):
             features.append(self.explorer.features(rows))
         device = rows["reward"].device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            pairs = zip(self.images, images, strict=True)
-            features += [encode(x) for encode, x in pairs]
+            features += [f(x) for f, x in zip(self.images, images, strict=True)]
         if vector := vector or self.vector:
             features.append(vector(vectors))
         goes_on = (~rows["done"]).reshape(T * B, 1)
@@ -222,15 +220,13 @@ class Net(nn.Module):
             values = self.vector.join(self._leaves(rows)[1])
             self.vector.moments.update(joined(values, 0))
         if self.return_moments is not None:
-            before = state[-1 - self.explorer_states]
-            returns = self._running_returns(batch, before)
+            returns = self._running_returns(batch, state[-1 - self.explorer_states])
             self.return_moments.update(joined(returns[1:].flatten(), 0))
 
     def _split(self, leaves: list) -> tuple[list, list]:
         """Those of the images, and the others."""
-        pairs = zip(leaves, self.is_image, strict=False)  # none with --encoder
         parts: tuple[list, list] = [], []
-        for x, image in pairs:
+        for x, image in zip(leaves, self.is_image, strict=False):  # none with --encoder
             parts[not image].append(x)
         return parts
 

@@ -19,10 +19,7 @@ def sum_of_weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def find_not_finite(nested: Any, name: str) -> str | None:
-    """The first place in a nested state of a tensor that is not finite, or of a NaN.
-
-    Numbers may be infinite, such as the best loss so far of a schedule.
-    """
+    """The first place in a nested state of a tensor that is not finite, or of a NaN."""
     for place, x in with_places(nested, name):
         if isinstance(x, torch.Tensor):
             if x.is_floating_point() and not x.isfinite().all():
@@ -52,17 +49,15 @@ def check_finite(
 ) -> None:
     """Raises FloatingPointError if the loss, gradient or weights are not finite.
 
-    Args:
-      columns: total_loss, grad_norm and, after the update, sum_of_weights.
+    columns: total_loss, grad_norm and, after the update, sum_of_weights.
     """
     if not math.isfinite(columns["total_loss"] + columns["grad_norm"]):
+        cause = find_cause(batch, bounds_rewards(flags))
         raise FloatingPointError(
-            f"loss or gradient are not finite at step {step}: {columns}. "
-            f"{find_cause(batch, bounds_rewards(flags))}"
+            f"loss or gradient are not finite at step {step}: {columns}. {cause}"
         )
     if not math.isfinite(columns.get("sum_of_weights", 0)):
         raise FloatingPointError(
-            f"the update at step {step} made weights that are not finite, from a "
-            "finite loss and gradient. The same command resumes from the last "
-            "checkpoint. Lower --learning_rate, or raise --epsilon"
+            f"the update at step {step} made weights that are not finite, but the loss "
+            "is: lower --learning_rate, or raise --epsilon"
         )

@@ -1,8 +1,7 @@
 """Rollouts: the fields of a row, and batches of them.
 
-A rollout of one environment has T + 1 rows, where T is the unroll length. Row 0 is the
-last row of the previous rollout. A row joins the output of the environment with the
-output of the agent for it:
+A rollout of one environment has T + 1 rows, with T the unroll length. Row 0 is the last
+row of the previous rollout. A row joins outputs of the environment and of the agent:
 
     environment   observation, last_action, FIELDS and EXTRA_FIELDS; see
                   envs/extra_fields.py
@@ -105,10 +104,9 @@ def example_rows(
 
 
 def show_final_fields(row: dict[str, Nested]) -> dict[str, Nested]:
-    """Prepares a row for the model: takes the final_... fields away.
+    """Takes the final_... fields away. In final rows they replace the EXTRA_FIELDS.
 
-    Where truncated is set and done is not, the row holds a final observation, see
-    `act_step`: there they replace the EXTRA_FIELDS.
+    These have truncated and not done, see `act_step`.
     """
     shown = dict(row)
     for name in EXTRA_FIELDS:
@@ -131,10 +129,7 @@ def not_replayed(batch: dict[str, Nested], valid: torch.Tensor) -> torch.Tensor:
 
 
 def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
-    """Returns and lengths of the episodes and games that ended in rows 1 to T.
-
-    The previous rollout has counted row 0 already, as its row T.
-    """
+    """Returns and lengths of the episodes and games that ended in rows 1 to T."""
     over = batch["game_over"]
     done = batch["done"] & (batch["episode_step"] > 0)  # some of its steps count
     ends = {"episode_return": done, "episode_step": done}

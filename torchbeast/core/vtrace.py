@@ -32,8 +32,7 @@ def action_log_probs(
 ) -> torch.Tensor:
     """Log-probabilities [...] of actions [...] under softmax(policy_logits [..., A]).
 
-    Differentiable in policy_logits. A logit of -inf masks an action; its
-    log-probability is -inf. Raises ValueError if the shapes don't match.
+    That of a logit -inf is -inf. Raises ValueError if the shapes don't match.
     """
     if policy_logits.shape[:-1] != actions.shape:
         raise ValueError(
@@ -59,8 +58,7 @@ def from_logits(
     """V-trace for a categorical policy.
 
     Args:
-      behavior_policy_logits, target_policy_logits: [T, B, A] float, of the policy μ
-        that acted and of the policy π that learns.
+      behavior_policy_logits, target_policy_logits: [T, B, A] float, of μ and π.
       actions: [T, B] integer, sampled from μ.
       The others, and the errors: those of from_importance_weights after log_rhos.
     """
@@ -116,8 +114,8 @@ def from_importance_weights(
     rhos = log_rhos.exp()  # [T, B, C... or 1...]
     cs = trace_decay * _clip(rhos, clip_c_threshold)
     next_values = torch.cat([values[1:], bootstrap_value.unsqueeze(0)])
-    deltas = rewards + discounts * next_values - values
-    deltas = _clip(rhos, clip_rho_threshold) * deltas
+    errors = rewards + discounts * next_values - values
+    deltas = _clip(rhos, clip_rho_threshold) * errors
     if valid is not None:
         skipped = ~valid.reshape(*valid.shape, *heads)
         deltas, cs = deltas.masked_fill(skipped, 0), cs.masked_fill(skipped, 0)
