@@ -77,6 +77,13 @@ def test_a_game_is_whole_and_its_rewards_are_not_clipped():
     assert [game[1:] for game in games] == [(60.0, 12)] * 3
 
 
+def test_a_first_reset_that_differs_from_all_later_ones():
+    wrapper = 'examples.exploration.staggered:Staggered{"limit": 20}'
+    flags = make_flags("--env", "MountainCar-v0", "--wrapper", wrapper)
+    games = evaluate.play(flags, make_weights(flags), range(10))
+    assert [game.length for game in games] == [200] * 10
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_greedy_games_take_the_likeliest_actions(greedy):
     """Only the actions differ between games, so greedy games are all the same."""
