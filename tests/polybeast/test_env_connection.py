@@ -240,12 +240,13 @@ def test_why_tls_cannot_work(tls):
         assert security.tls_fault(nobody, flags_of(**us)) is None
 
 
-def test_a_server_that_does_not_answer_delays_the_others_little(tmp_path, caplog):
+def test_a_machine_that_does_not_answer_delays_the_others_little(tmp_path, caplog):
     """And the time to connect begins when the servers have started."""
     parser = polybeast_learner.make_parser()
-    with socket.socket() as silent:
+    with socket.socket() as silent, socket.socket() as peer:
         silent.bind(("127.0.0.1", 0))
-        silent.listen()
+        silent.listen(0)
+        peer.connect(silent.getsockname())  # while it waits, no other gets an answer
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         good = f"unix:{tmp_path}/good"
         words = ["--env=Code", "--envs_per_actor=1", "--connect_timeout=200"]

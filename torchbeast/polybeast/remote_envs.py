@@ -29,8 +29,6 @@ from torchbeast.polybeast import env_connection, security
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
-# For an answer at first: a machine that is off does not refuse, and others may be on.
-FIRST_SECONDS = 5.0
 
 
 # --- Spaces ---------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class RemoteEnvs:
           TransportError: there were none within --connect_timeout seconds.
           UserError, RuntimeError: none is usable; the message has the reason.
         """
-        limit, seconds = self.flags.connect_timeout, FIRST_SECONDS
+        limit, is_first = self.flags.connect_timeout, True
         deadline = time.monotonic() + limit
         places = list(dict.fromkeys(self.addresses)) or [self.listener.address]
         while True:
@@ -204,7 +202,9 @@ class RemoteEnvs:
                 if check_servers():
                     deadline = time.monotonic() + limit
                 try:
-                    env = self._ask(where, min(seconds, limit), check)
+                    if is_first and not self.listener and security.is_off(where):
+                        raise libtorchbeast.TransportError(f"{where} is not reachable")
+                    env = self._ask(where, check)
                 except (UserError, RuntimeError) as error:
                     failed[where] = error
                 else:
@@ -221,16 +221,15 @@ class RemoteEnvs:
                 why = failed[places[0]]
                 text = f"no environments within {limit:g} s (--connect_timeout): {why}"
                 raise libtorchbeast.TransportError(text)
-            if seconds == FIRST_SECONDS:
+            if is_first:
                 log.info("Waiting for environments at %s.", ", ".join(failed))
-            # The first reset may come before the hello, and has as long as a step.
-            seconds = self.flags.actor_timeout
+            is_first = False
             time.sleep(0.2)
 
-    def _ask(
-        self, where: str, seconds: float, check: Callable[[EnvSpec], Any]
-    ) -> EnvSpec:
+    def _ask(self, where: str, check: Callable[[EnvSpec], Any]) -> EnvSpec:
         """Asks a server, or the first that have joined. TransportError: none yet."""
+        # The first reset may come before the hello, and has as long as a step.
+        seconds = min(self.flags.actor_timeout, self.flags.connect_timeout)
         words = {"expected": self.expected, "security": self.security}
         try:
             if self.listener:

@@ -86,6 +86,22 @@ def tls_context(flags: argparse.Namespace) -> Any:
     return context
 
 
+def connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
+
+
+def is_off(address: str) -> bool:
+    """Whether no connection is possible: asking it would cost a whole timeout."""
+    with contextlib.suppress(ValueError, OverflowError):  # no address; probe says so
+        try:
+            if not address.startswith("unix:"):
+                connect(address).close()
+        except OSError:
+            return True
+    return False
+
+
 def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     """Why a connection with the listener at `address` can never work, if it is TLS.
 
@@ -95,16 +111,14 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
     import ssl  # slow
 
     encrypts = uses_tls(flags)
-    host, _, port = address.rpartition(":")
-    name = flags.tls_server_name or host.strip("[]")
+    name = flags.tls_server_name or address.rpartition(":")[0].strip("[]")
     try:
         context = tls_context(flags)
         if not flags.tls_ca:
             context.load_default_certs()
         for _ in range(2):  # a listener that just exits also closes, but only once
-            place = host.strip("[]"), int(port)
             with (
-                socket.create_connection(place, CONNECT_SECONDS) as plain,
+                connect(address) as plain,
                 context.wrap_socket(plain, server_hostname=name) as encrypted,
             ):
                 # With TLS 1.3 the other side refuses our certificate only now.
