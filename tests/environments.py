@@ -333,13 +333,12 @@ class SignsInNetHack(gym.Env):
 
     size = (HEIGHT, WIDTH)
     limits = np.iinfo(np.int32)
-    observation_space = spaces.Dict(
-        {
-            "glyphs": spaces.Box(0, GLYPHS - 1, size, np.int16),
-            "blstats": spaces.Box(limits.min, limits.max, (27,), np.int64),
-            "message": spaces.Box(0, 255, (256,), np.uint8),
-        }
+    parts = (
+        ("glyphs", spaces.Box(0, GLYPHS - 1, size, np.int16)),
+        ("blstats", spaces.Box(limits.min, limits.max, (27,), np.int64)),
+        ("message", spaces.Box(0, 255, (256,), np.uint8)),
     )
+    observation_space = spaces.Dict(dict(parts))
     action_space = spaces.MultiDiscrete([2, 2, 2, 2])
 
     def reset(self, *, seed=None, options=None):
@@ -365,9 +364,9 @@ class SignsInNetHack(gym.Env):
         blstats = np.zeros(27, np.int64)
         blstats[[self.X, self.Y, self.GOLD]] = x, y, random.integers(1_000_000)
         blstats[self.HIT_POINTS] = random.integers(1, 9) if hurt else 300
-        message = np.zeros(256, np.uint8)
-        words = self.MESSAGES[text].encode()
-        message[: len(words)] = list(words)
+        message = np.frombuffer(
+            self.MESSAGES[text].encode().ljust(256, b"\0"), np.uint8
+        )
         return {"glyphs": glyphs, "blstats": blstats, "message": message}
 
 

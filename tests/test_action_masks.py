@@ -101,18 +101,6 @@ def test_a_forbidden_action_is_never_taken(tmp_path, name, module):
     assert "30 games: mean return 7.00" in output
 
 
-def test_a_replay_keeps_forbidden_actions_forbidden(tmp_path):
-    flags = {**runs.SMALL, "env": "test_action_masks:InDict", "use_lstm": True}
-    replay = {"replay_size": 500, "replay_ratio": 1, "learn_start": 50}
-    runs.run(tmp_path, "a", **flags, **replay)
-    last = runs.read_logs(tmp_path, "a")[-1]
-    assert int(last["replayed_steps"]) > 300
-    # Two actions are allowed. Without their masks, nearly all replayed rows would have
-    # a chance of actions that the behaviour policy never takes, and be rejected.
-    assert 0 < float(last["entropy"]) <= np.log(2) + 1e-6
-    assert float(last["frac_rejected"]) < 0.5
-
-
 def test_a_mask_that_forbids_all_has_no_effect():
     logits = torch.tensor([[0.5, 1.0, 2.0]] * 2)
     allowed = torch.tensor([[True, True, False], [False, False, False]])

@@ -103,12 +103,11 @@ def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     flat = flat.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.Event(device)
     arrived.record(torch.accelerator.current_stream(device))
-    like = {k: torch.empty_like(x, device="meta") for k, x in tensors.items()}
 
     def wait() -> dict[str, Any]:
         arrived.synchronize()
-        parts = flat.split([x.numel() for x in like.values()])
-        pairs = zip(like.items(), parts, strict=True)
+        parts = flat.split([x.numel() for x in tensors.values()])
+        pairs = zip(tensors.items(), parts, strict=True)
         return {**row, **{k: x.to(y.dtype).view(y.shape) for (k, y), x in pairs}}
 
     return wait
