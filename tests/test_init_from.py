@@ -65,14 +65,6 @@ def test_what_does_not_fit_is_named(first, tmp_path):
     torch.testing.assert_close(found[name], expected[name])
 
 
-def test_a_file_in_the_folder_of_the_new_run_stays(first, tmp_path):
-    (tmp_path / "a").mkdir()
-    file = tmp_path / "a" / "model.500.tar"
-    shutil.copy(first / "model.tar", file)
-    runs.run(tmp_path, "a", **ONE_UPDATE, init_from=file)
-    assert file.read_bytes() == (first / "model.tar").read_bytes()
-
-
 def test_what_can_not_be_used(first, tmp_path):
     output = runs.run(tmp_path, "a", **FIRST, init_from="nobody", status=1)
     assert "Cannot load the checkpoint nobody: FileNotFoundError" in output

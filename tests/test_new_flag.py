@@ -4,14 +4,10 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 import runs
 
 AFTER = "    entropy_cost: float = flag("
 NEW = '    curiosity_cost: float = flag(0.5, "its weight", AT_LEAST_0, TUNE)\n'
-# Those that look at all flags.
-LISTS = "every or free or help or open or sorted or monobeast"
-
 CHECK = """
 import pathlib
 import pytest
@@ -48,42 +44,18 @@ assert "curiosity_cost" in flagset.FREE_TO_CHANGE_IN_SYNC
 """
 
 
-@pytest.fixture
-def fork(tmp_path):
-    """A copy of the package with the new flag, and the tests of flags."""
+def test_a_new_flag_is_one_line(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(runs.ROOT / "torchbeast", tmp_path / "torchbeast", ignore=ignored)
     path = tmp_path / "torchbeast" / "flags.py"
     text = path.read_text()
     assert AFTER in text
     path.write_text(text.replace(AFTER, NEW + AFTER))
-    learner = tmp_path / "torchbeast" / "learner.py"  # reads it
-    learner.write_text(
-        f"{learner.read_text()}\n\ndef cost(flags: Flags) -> float:\n"
-        "    return flags.curiosity_cost\n"
-    )
-    return tmp_path
-
-
-def run(fork, *words):
-    tests = str(runs.ROOT / "tests")
     done = subprocess.run(
-        [sys.executable, *words],
-        cwd=fork,
-        env={**runs.environment(), "PYTHONPATH": f"{fork}:{tests}"},
+        [sys.executable, "-c", CHECK],
+        cwd=tmp_path,
+        env={**runs.environment(), "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_new_flag_is_one_line(fork):
-    run(fork, "-c", CHECK)
-
-
-def test_a_new_flag_turns_no_test_red(fork):
-    tests = [
-        str(runs.ROOT / "tests" / f"test_{x}.py")
-        for x in ("flags", "presets", "frozen_flags")
-    ]
-    run(fork, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", LISTS)

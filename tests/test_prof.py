@@ -1,7 +1,4 @@
-import threading
 import time
-
-import pytest
 
 from torchbeast.runs.status import Timings, format_shares
 
@@ -40,17 +37,3 @@ def test_shares():
 def test_nothing_timed_yet():
     timings = Timings()
     assert timings.shares() == {}
-
-
-def test_waiting_is_seen():
-    timings = Timings()
-    event = threading.Event()
-    timer = threading.Timer(0.05, event.set)
-    timings.reset()
-    timer.start()
-    assert event.wait(timeout=10)
-    timings.time("wait")
-    timings.time("work")
-    timer.join()
-    assert timings.seconds["wait"] > 0.04
-    assert sum(timings.shares().values()) == pytest.approx(1)

@@ -216,10 +216,6 @@ class Run:
         before = lines()
         self.wait_for(lambda: lines() >= before + number, f"{number} updates")
 
-    def has_updates(self) -> bool:
-        logs = self.path / "logs.csv"
-        return logs.exists() and logs.read_bytes().count(b"\n") > 2
-
     def wait_for_a_checkpoint(self) -> None:
         """Waits for a checkpoint after an update; not for an earlier one."""
 

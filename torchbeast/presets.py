@@ -1,8 +1,7 @@
 """--preset: named sets of flags.
 
 These are the differences from the defaults in flags.py. A preset also sets the other
-flags that determine what a run learns, see flagset.preset_flags, but not those that fit
-the run to the machine, unless it depends on them; tests/presets.json shows all.
+flags that determine what a run learns, see flagset.preset_flags.
 """
 
 from typing import Any
@@ -109,12 +108,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 0.0003,
         "total_steps": 1_000_000,
     },
-}
-
-# Values for flags that are newer than a saved run, whatever its preset says now.
-BEFORE_THE_FLAG_EXISTED: dict[str, Any] = {
-    "optimizer": "rmsprop",
-    "updates_per_batch": 1,
-    "minibatches": 1,
-    "epsilon_outside_root": False,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchbeast import monobeast
-from torchbeast.presets import BEFORE_THE_FLAG_EXISTED, PRESETS
+from torchbeast.presets import PRESETS
 from torchbeast.runs import flagset
 
 KEPT = sorted((Path(__file__).parents[2] / "docs/results").glob("*/meta.json"))
@@ -26,7 +26,7 @@ def test_config_has_the_flags_of_a_kept_run(meta):
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
         parser = importlib.import_module("torchbeast.polybeast.start").make_parser()
     flags = flagset.parse(parser, ["--config", str(meta)])
-    before = {**flagset.parse(parser, []).as_dict(), **BEFORE_THE_FLAG_EXISTED}
+    before = flagset.parse(parser, []).as_dict()
     for name, now in flags.as_dict().items():
         if name in flagset.FREE_TO_CHANGE_IN_SYNC or now in (None, "auto"):
             continue  # of one start, or chosen by the machine that it is made on

@@ -79,12 +79,6 @@ class Flag:
         # Values are in the object's __dict__, where Python looks first.
         raise AttributeError(f"this script has no flag {self.name}")
 
-    @property
-    def options(self) -> list[str]:
-        """The words that set it, such as --sync and --no-sync."""
-        negation = f"no-{self.name}" if self.converter is bool else None
-        return [f"--{x}" for x in (self.name, self.alias, negation) if x]
-
     def convert(self, text: str) -> Any:
         """The value of a text, but not of a switch; raises ArgumentTypeError."""
         try:

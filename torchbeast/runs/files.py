@@ -65,12 +65,6 @@ def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def check_name(xpid: str, flag: str = "--xpid") -> None:
-    """Raises FlagError if xpid is no plain name for a folder."""
-    if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
-        raise FlagError(f"{flag} must be a plain name for a folder, got {xpid!r}")
-
-
 class RunFolder:
     """The folder savedir/xpid, made and locked. An empty one is removed at the end.
 
@@ -78,7 +72,8 @@ class RunFolder:
     """
 
     def __init__(self, savedir: str, xpid: str) -> None:
-        check_name(xpid)
+        if xpid in ("", ".", "..", "latest") or "/" in xpid or "\0" in xpid:
+            raise FlagError(f"--xpid must be a plain name for a folder, got {xpid!r}")
         self.path = pathlib.Path(savedir).expanduser().absolute() / xpid
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

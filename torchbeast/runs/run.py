@@ -52,17 +52,6 @@ class Run:
       learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
       attach: functions that return guests, beside those of base/parts.py.
       until: ends the run at this step and not at --total_steps.
-
-    Attributes:
-      save_soon: set by a guest: the next round saves.
-      saving: a checkpoint is being written, or the run is about to end.
-      round_at: the time at which the main loop's last round began.
-      stack: an ExitStack, closed after the last checkpoint.
-      timings: of the learner threads; use it only inside `updating`.
-      shares: of the time of each part, for meta.json.
-      on_update: called to wait for an update, to publish and log it.
-      wake, wake_reader: wakes the main thread; is readable when it should wake.
-      exit_status: 0 finished, 1 failed, 128 + n ended by signal n. Valid after exit.
     """
 
     def __init__(
@@ -82,14 +71,17 @@ class Run:
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
         log_encoders(learner.model, self.flags.model)
-        self.stack, self.timings = contextlib.ExitStack(), Timings()
-        self.shares: dict[str, Any] = {}
+        self.stack = contextlib.ExitStack()  # closed after the last checkpoint
+        self.timings = Timings()  # of the learner threads, inside `updating`
+        self.shares: dict[str, Any] = {}  # of the time of each part, for meta.json
         self.last_step = until or self.flags.total_steps
-        self.exit_status = 1
+        self.exit_status = 1  # 0 finished, 128 + n ended by signal n
         self._error: str | None = None  # what ended the run, for meta.json
         self._signal, self._signalled_at, self._signal_logged = 0, 0.0, False
-        self.saving = self.save_soon = False
+        self.saving = False  # or about to end
+        self.save_soon = False  # set by a guest: the next round saves
         self.all_stop = False  # all ranks end after the same update
+        # Called to wait for an update, to publish and log it.
         self.on_update: Callable[[Any], None] = lambda update: None
         self._begun: collections.deque[Any] = collections.deque()  # not yet finished
         self._turn = threading.Lock()  # the updates of all ranks have one order
@@ -326,8 +318,7 @@ class Run:
         return True
 
     def end_threads(self) -> list[str]:
-        """Stops the threads. Returns the names of those that are still busy."""
-        # Wait for an update in progress, even if updates take long.
+        """Stops threads, after an update. Returns the names of those still busy."""
         return self._threads.end(max(STOP_SECONDS, 2 * self._longest_update))
 
     def abandon(self) -> None:
