@@ -122,7 +122,7 @@ def test_an_environment_that_a_checkpoint_names(
     for mode in ("--mode test", "--total_steps 40"):
         message = fails(savedir, f"--xpid a {mode}")
         assert f"{path} names --env faulty:Environment" in message
-        assert "or --trust_checkpoint_env if you trust it" in message
+        assert "add --trust_checkpoint_env" in message
     for line in ("--trust_checkpoint_env", "--env faulty:Environment"):
         status, text = main(savedir, f"--xpid a --mode test {line}")
         assert status == 0, text

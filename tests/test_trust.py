@@ -89,7 +89,7 @@ def test_a_run_without_a_key_goes_on(tmp_path, monkeypatch):
     output = runs.run(tmp_path, "a", **flags)
     assert output.count("can't be signed with /proc/nobody/torchbeast/key") == 1
     output = runs.run(tmp_path, "a", total_steps=40, status=1)
-    assert "or --trust_checkpoint_env if you trust it" in output
+    assert "add --trust_checkpoint_env" in output
     output = runs.run(tmp_path, "a", total_steps=40, env="faulty:Environment")
     assert "Finished at step 40" in output
     assert not os.path.exists("/proc/nobody")

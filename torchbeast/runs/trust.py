@@ -102,5 +102,6 @@ def check(
         named = " ".join(f"--{name} {x}" for name, x in found.items())
         raise UntrustedError(
             f"{place} names {named}, which may run code or open files, and you have "
-            "not signed it. Type these flags, or --trust_checkpoint_env if you trust it"
+            "not signed it. Type these flags; or, if you trust it, add "
+            "--trust_checkpoint_env (in Python: load_agent(..., trust_env=True))"
         )
