@@ -106,6 +106,11 @@ def merge(
     given = {**typed.in_file, **here}  # the command line wins
     saved = values_of_file(declared, saved or {}, place)
     saved = {k: saved[k] for k in saved.keys() - of_resume(declared, START)}
+    if given.get("mode", "train") != "train" and not signed:
+        # A test neither uses nor opens what these name.
+        unused = {*of_resume(declared, FREE), "init_from"}
+        risky = trust.risky(declared, saved).keys() & unused
+        saved = {k: x for k, x in saved.items() if k not in risky}
     preset = preset_flags(given.get("preset", saved.get("preset")))
     if saved and preset != preset_flags(saved.get("preset")):
         given = preset | given  # a new preset counts as typed
