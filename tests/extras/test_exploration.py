@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import runs
 import torch
@@ -16,7 +15,6 @@ from examples.exploration.rnd import RND
 from torchbeast.base.errors import FlagError
 from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs.values import AGENT
 from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn
 from torchbeast.monobeast import make_parser
@@ -127,21 +125,6 @@ def test_rnd_learns_what_it_sees():
     assert 10 * novelty[0] < novelty[1]
     for x, y in zip(target, method.target.parameters(), strict=True):
         assert torch.equal(x, y)
-
-
-def test_rnd_goes_on_beyond_episodes_but_not_for_an_agent_that_is_gone():
-    agents = spaces.Box(0, 1, (2,), np.uint8)
-    space = spaces.Dict({AGENT: agents, "observation": spaces.Box(-1, 1, (3,))})
-    method = RND(space, make_distribution(ACTIONS), discounting=0.7)
-    present = torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]])
-    rows = rows_of(torch.rand(4, 2, 3).tolist(), [[False, False]] * 4)
-    rows["observation"] = {
-        AGENT: torch.stack([present, 0 * present], -1).byte(),
-        "observation": rows["observation"],
-    }
-    rows["done"][3] = True
-    found = method.explore(rows, torch.ones(3, 2, dtype=torch.bool))
-    assert torch.equal(found.discount, 0.7 * present[1:].float())
 
 
 def test_counts_of_an_episode():

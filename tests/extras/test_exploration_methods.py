@@ -98,27 +98,6 @@ def test_ride_rewards_impact_by_the_root_of_the_count():
     assert found.discount is None
 
 
-def test_the_losses_of_ride():
-    torch.manual_seed(0)
-    distribution = make_distribution(ACTIONS)
-    costs = {"forward_cost": 3.0, "inverse_cost": 0.7}
-    ride = RIDE(SPACE, distribution, **costs)
-    rows, valid = act(ride.actor, make_rows()), make_valid()
-    embedded = ride.embed(rows["observation"])
-    expected = 0.0
-    for t, b in np.ndindex(T, B):
-        if rows["done"][t + 1, b] or not valid[t, b]:
-            continue
-        now, after = embedded[t, b], embedded[t + 1, b]
-        action = rows["action"][t, b]
-        taken = torch.eye(4)[action]
-        error = (ride.predict(torch.cat([now, taken])) - after).square().sum()
-        logits = ride.inverse.layers(torch.cat([now, after]))
-        expected += 3.0 * 0.5 * error - 0.7 * logits.log_softmax(-1)[action]
-    loss = ride.explore(rows, valid).loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
 def test_noveld_rewards_the_way_out_of_the_known():
     torch.manual_seed(0)
     noveld = NovelD(SPACE, make_distribution(ACTIONS), scale=0.3, alpha=0.6)
@@ -238,17 +217,6 @@ def test_amigo_keeps_a_goal_until_its_cell_changes():
     assert not amigo.explore(rows, ~valid).reward.any()
     amigo.explore({**rows, "replayed": torch.tensor([True])}, valid)
     assert len(amigo.waiting["steps"]) == 0
-
-
-@pytest.mark.parametrize("name", ["noveld", "e3b"])
-def test_the_deviation_has_no_value_that_a_replay_shows_again(name):
-    torch.manual_seed(0)
-    method = METHODS[name](SPACE, make_distribution(ACTIONS))
-    rows, valid = act(method.actor, make_rows()), make_valid()
-    rows["replayed"] = torch.tensor([False, True, False])
-    counted = (valid & ~rows["done"][1:])[:, [0, 2]].sum()
-    method.explore(rows, valid)
-    assert method.deviation.count == counted > 5
 
 
 def test_amigo_rewards_no_goal_across_an_end_in_a_replay():

@@ -115,18 +115,6 @@ def test_they_make_the_updates_of_one(tmp_path, ranks, env, more):
     assert_logs_agree(one, together, 1e-3 if "normalize_advantages" in more else 1e-5)
 
 
-def test_polybeasts_learners_make_monobeasts_updates(tmp_path):
-    flags = {**SYNC, **WITH_STATE, **NO_PARTS, "env": "MinAtar/Breakout-v1"}
-    flags |= {"total_steps": 6 * 7 * 20}
-    runs.run(tmp_path, "one", **flags | {"batch_size": 6})
-    part = {"num_actors": 1, "batch_size": 3, "module": "torchbeast.polybeast"}
-    part |= {"pipes_basename": f"unix:{tmp_path}/pipe"}
-    output = runs.run_learners(2, tmp_path, "all", **flags | part)
-    together = logs(tmp_path, "all")
-    assert len(together) == 20, output
-    assert_logs_agree(logs(tmp_path, "one"), together)
-
-
 def test_each_learner_has_a_replay(tmp_path):
     """They begin to learn together: an update needs all of them."""
     flags = {**runs.SMALL, "env": "faulty:LongerInRank1", "total_steps": 1500}

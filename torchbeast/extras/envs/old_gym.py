@@ -1,7 +1,4 @@
-"""Environments of the old Gym API, adapted to Gymnasium: --env package.module:Class.
-
-Without this file they are refused.
-"""
+"""Environments of the old Gym API, adapted to Gymnasium: --env package.module:Class."""
 
 import inspect
 from typing import Any

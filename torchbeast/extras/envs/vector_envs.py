@@ -1,7 +1,6 @@
 """Native vector environments: E environments in one object, stepped by one call.
 
---env envpool:TASK, or a function with a parameter num_envs. Without this file they are
-refused. docs/environments.md is the manual.
+--env envpool:TASK, or a function with a parameter num_envs: docs/environments.md.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 2 -m torchbeast.monobeast --num_actors 2 --batch_size 4
 
-torchrun starts a process for each learner, a rank. Each has its own actors and its own
-part of the batch. What a loss adds up over a batch is added up over all ranks, so all
-make the update that one learner would make from the whole batch.
+torchrun starts a process for each learner, a rank, with actors and a part of the batch.
+What a loss adds up over a batch is added up over all ranks, so all make the update that
+one learner would make from the whole batch.
 """
 
 import contextlib
@@ -58,10 +58,10 @@ def _waiting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise UserError(
-            f"learner {dist.get_rank()} of {dist.get_world_size()} waited in vain: "
-            f"another one has ended or hangs, and its log says why ({error})"
-        ) from error
+        text = (
+            f"learner {dist.get_rank()} waited in vain: another one has ended or hangs"
+        )
+        raise UserError(f"{text}, and its log says why ({error})") from error
 
 
 class Several(Alone):
