@@ -92,10 +92,7 @@ def _changes() -> tuple[bytes, set[str]]:
 
 
 def _sources(named: str, checkout: set[str]) -> dict[str, bytes]:
-    """The files of the modules in `named`, and of those that they import.
-
-    Imports nothing. A package counts as a whole.
-    """
+    """The files of the modules in `named` and their imports; packages as a whole."""
     waiting = re.findall(r"(?:^|,)\s*(\w+)[\w.]*:", named)
     seen, found = set(sys.stdlib_module_names), dict[str, bytes]()
     while waiting and sum(map(len, found.values())) <= MAX_BYTES:
@@ -124,7 +121,7 @@ def _imported(source: bytes) -> Iterator[str]:
     """The modules, up to the first dot, that a file imports."""
     with contextlib.suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module.partition(".")[0]
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            yield from (name.partition(".")[0] for name in names)

@@ -29,9 +29,7 @@ class Flags(Group):
     eval_interval: int = flag(
         0, "steps between evaluations beside the training; 0: none", STEPS_OR_0, FREE
     )
-    eval_episodes: int = flag(
-        10, "games of an evaluation", COUNT, FREE, needs="eval_interval"
-    )
+    eval_episodes: int = flag(10, "games of it", COUNT, FREE, needs="eval_interval")
 
 
 def attach(run: Any) -> Evaluator | None:
@@ -39,10 +37,7 @@ def attach(run: Any) -> Evaluator | None:
 
 
 class Evaluator:
-    """Evaluates every --eval_interval steps and at the end; keeps the best weights.
-
-    If an evaluation fails or hangs, the log says so, and the run goes on without.
-    """
+    """If an evaluation fails or hangs, the log says so, and the run goes on without."""
 
     def __init__(self, run: Any) -> None:
         from torchbeast.local.actors import actor_context
@@ -51,7 +46,8 @@ class Evaluator:
         from torchbeast.runs import checkpoint
 
         self.run, self.flags, self.due = run, run.flags, run.learner.step
-        self.step, self.weights = -1, dict[str, Any]()  # of the newest evaluation
+        # Of the newest evaluation.
+        self.step, self.weights, self.began = -1, dict[str, Any](), 0.0
         self.games: list[Any] | None = None  # of the one in progress
         self.results: collections.deque[dict[str, Any]] = collections.deque()
         self.path, self.best = run.folder / "model.best.tar", -math.inf
@@ -81,17 +77,16 @@ class Evaluator:
             self.close(1)
             return
         is_due = self.games is None and self.run.learner.step >= self.due
+        # There is no copy if an update hangs.
         if is_due and (copied := self.run.copy_weights()):
-            self.begin(*copied)  # there is no copy if an update hangs
-
-    def begin(self, step: int, weights: dict[str, Any]) -> None:
-        self.step, self.weights, self.games = step, weights, []
-        self.due = step + self.flags.eval_interval - step % self.flags.eval_interval
-        self.began = self.watch.awake
-        self.watch.restart(self.child)
-        # In a thread: the process may be slow to take them. Bytes: see evaluate.py.
-        data = pickle.dumps(weights)
-        threading.Thread(target=self.child.send, args=(data,), daemon=True).start()
+            self.step, self.weights = copied
+            interval, self.games = self.flags.eval_interval, []
+            self.due = self.step + interval - self.step % interval
+            self.began = self.watch.awake
+            self.watch.restart(self.child)
+            # In a thread: the process may be slow to take them.
+            data = (pickle.dumps(self.weights),)
+            threading.Thread(target=self.child.send, args=data, daemon=True).start()
 
     def take(self, games: list[Any]) -> None:
         from torchbeast.runs import checkpoint, trust
@@ -114,10 +109,7 @@ class Evaluator:
         return self.results.popleft() if self.results else dict.fromkeys(COLUMNS)
 
     def finish(self) -> bool:
-        """Evaluates the final weights; the result gets a row of its own in logs.csv.
-
-        Returns True if a stop signal ends the wait; the next start evaluates.
-        """
+        """Evaluates the final weights; True if a stop signal has ended the wait."""
         from torchbeast.procs import children
 
         self.run.save()  # the evaluation may take long

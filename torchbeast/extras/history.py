@@ -13,8 +13,7 @@ log = logging.getLogger(__name__)
 
 class Flags(Group):
     checkpoint_history: int = flag(
-        *(0, "checkpoints to keep, evenly over the run, as model.STEP.tar"),
-        *(COUNT_OR_0, FREE),
+        0, "checkpoints that stay, evenly, as model.STEP.tar", COUNT_OR_0, FREE
     )
 
 

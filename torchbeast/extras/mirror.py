@@ -31,9 +31,7 @@ CLOSE_SECONDS = 60.0  # for the last copy; or twice the longest so far
 
 
 class Flags(Group):
-    mirror: str | None = flag(
-        None, "copy the run's folder to URL/XPID, and resume from there", FREE
-    )
+    mirror: str | None = flag(None, "URL of copies of runs, to resume from", FREE)
 
 
 class Marker(NamedTuple):
@@ -123,10 +121,7 @@ def fetch(flags: Any, folder: Path, step: int | None) -> bool:
 
 
 class Mirror:
-    """Copies the folder in a thread, after each checkpoint and at the end.
-
-    Of two processes that write to one mirror, the one that started last goes on.
-    """
+    """Copies in a thread. Of two processes that do, the one that began last goes on."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder

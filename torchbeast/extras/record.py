@@ -43,9 +43,7 @@ LARGE = 2**16  # bytes of a rollout's field
 
 
 class Flags(Group):
-    record: bool = flag(
-        False, "record the order of the run, for torchbeast.tools.repeat", FREE
-    )
+    record: bool = flag(False, "record the order, for torchbeast.tools.repeat", FREE)
 
 
 def attach(run: Any) -> Recorder | None:

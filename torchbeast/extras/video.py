@@ -20,9 +20,7 @@ LEAST_PIXELS = 100  # of height and width; smaller frames are enlarged
 
 class Flags(Group):
     title = "video"
-    video: str | None = flag(
-        None, "record the test to this .mp4 file, and to --wandb", START
-    )
+    video: str | None = flag(None, "record the test to this .mp4 file", START)
 
 
 def attach(run: Any) -> None:
@@ -36,11 +34,7 @@ def tested(flags: Any, folder: Any, step: int | None) -> None:
 
 
 def picture(rendered: Any, env: str) -> np.ndarray:
-    """What an environment's render() has returned, [H, W, 3].
-
-    Raises:
-      FlagError: it is no picture.
-    """
+    """What render() has returned, [H, W, 3]. Raises FlagError if it is no picture."""
     with contextlib.suppress(ValueError):  # a ragged list
         found = np.asarray(rendered)
         is_rgb = found.ndim == 3 and found.shape[2] == 3 and found.size > 0
@@ -62,11 +56,7 @@ class Video:
         self._frames: Any = None
 
     def add(self, rendered: Any) -> None:
-        """Adds a frame [H, W, 3], RGB, from 0 to 255; or of floats from 0 to 1.
-
-        Raises:
-          FlagError: it is no picture, or the file can't be written.
-        """
+        """Adds a frame [H, W, 3], RGB, from 0 to 255; or of floats from 0 to 1."""
         frame = picture(rendered, self.env)
         scale = 255 if frame.dtype.kind == "f" and frame.max() <= 1 else 1
         frame = np.rint(np.clip(frame * scale, 0, 255)).astype(np.uint8)

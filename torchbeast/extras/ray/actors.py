@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 class Player:
     """One Ray actor: E environments and an Actor, which fills E slots.
 
-    Args:
-      shape: of the weights' memory, see SharedWeights.
-      specs: shape and dtype of a slot, nested as the buffers are.
+    `shape` is that of the weights' memory, `specs` those of a slot's buffers.
     """
 
     def __init__(
@@ -54,10 +52,9 @@ class Player:
         self.actor: Any = None
 
     def unroll(self, weights: list[ray.ObjectRef], policy_version: int) -> tuple:
-        """Returns the slots [E, ...] as NumPy, timings, and what this actor replaces.
+        """Returns the slots [E, ...] as NumPy, timings, whether it replaces another.
 
-        Args:
-          weights: one reference to a bank of weights; it is fetched if it is new.
+        `weights` is one reference to a bank; it is fetched if it is new.
         """
         try:
             if self.actor is None:

@@ -77,11 +77,8 @@ def start_actors(
 ) -> tuple[list[Any], str]:
     """Starts Ray actors of a class, one per tuple of arguments. Each needs a CPU.
 
-    Args:
-      limit: the flag with the time limit until the cluster has as many CPUs.
-      seconds: its value. When the CPUs are there, START_SECONDS is the least limit.
-
-    Returns the actors, and where they run, in words.
+    `limit` is the flag with the limit until there are so many CPUs, `seconds` its
+    value. Returns the actors, and where they run, in words.
     """
     began, needed = time.monotonic(), len(arguments)
     # Ray starts a dead one again, on any machine with room, and repeats its call.

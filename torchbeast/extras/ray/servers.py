@@ -34,10 +34,7 @@ FILES = ("tls_cert", "tls_key", "tls_ca", "token_file")
 
 
 class EnvServer:
-    """A Ray actor: the environments of one stream.
-
-    `flags.join` is the learner's address; `files` the contents of FILES, by flag.
-    """
+    """A Ray actor: the environments of one stream. `files` are contents, by flag."""
 
     def __init__(self, flags: Flags, index: int, files: dict[str, bytes]) -> None:
         os.nice(5)  # the learner has priority
@@ -49,10 +46,7 @@ class EnvServer:
         self.flags = flags.replace(**paths)
 
     def run(self) -> None:
-        """Steps environments for the learner, until this actor is killed.
-
-        If one raises, the learner gets the error, and then new environments.
-        """
+        """Steps environments, and new ones after an error, until it is killed."""
         start.configure_logging()  # Ray prints it where the learner runs
         try:
             serving.try_environment(self.flags)
