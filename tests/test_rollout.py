@@ -1,6 +1,5 @@
 import os
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -238,17 +237,6 @@ class TestSharedMemoryFileSystem:
         assert f"need {slots * 14 / 2**20:,.1f} MiB" in message
         for word in ("MiB free", "--shm-size", "--num_buffers"):
             assert word in message
-
-    def test_every_tensor_takes_whole_pages(self, monkeypatch):
-        byte = Spec((), torch.uint8)
-        more_than_a_page = Spec((PAGESIZE + 1,), torch.int8)
-        spec = (byte, {"x": byte}, more_than_a_page)
-        free = SimpleNamespace(free=4 * PAGESIZE)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-        create_buffers(spec, (1,))
-        free.free -= 1
-        with pytest.raises(SharedMemoryError, match="/dev/shm has"):
-            create_buffers(spec, (1,))
 
 
 # --- Episodes ---

@@ -163,9 +163,7 @@ def waits_of(argv, monkeypatch, work):
 OPTIONS = [
     (),
     ("--optimizer", "adam", "--clip_ratio", "0.2", "--normalize_advantages"),
-    ("--normalize_observations", "--normalize_rewards", "--layer_norm"),
-    ("--updates_per_batch", "2", "--minibatches", "2"),
-    ("--final_entropy_cost", "0.001", "--learning_rate_schedule", "cosine"),
+    ("--normalize_observations", "--normalize_rewards"),
 ]
 
 

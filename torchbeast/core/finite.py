@@ -58,6 +58,7 @@ def check_finite(
         )
     if not math.isfinite(columns.get("sum_of_weights", 0)):
         raise FloatingPointError(
-            f"the update at step {step} made weights that are not finite, but the loss "
-            "is: lower --learning_rate, or raise --epsilon"
+            f"the update at step {step} made weights that are not finite: lower "
+            f"--learning_rate (now {flags.learning_rate:g}), or raise --epsilon (now "
+            f"{flags.epsilon:g})"
         )
