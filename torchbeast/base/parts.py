@@ -32,7 +32,6 @@ PyTorch and its package where it uses them.
 
 import functools
 import importlib
-import importlib.util
 import logging
 import pkgutil
 from types import ModuleType
@@ -54,9 +53,12 @@ def find(package: str = "torchbeast.extras") -> tuple[ModuleType, ...]:
 
 def optional(name: str) -> Any:
     """One part, without an import of the others; None if it was deleted."""
-    if importlib.util.find_spec(f"torchbeast.extras.{name}") is None:
-        return None
-    return importlib.import_module(f"torchbeast.extras.{name}")
+    try:
+        return importlib.import_module(f"torchbeast.extras.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("torchbeast.extras"):
+            return None
+        raise
 
 
 def groups() -> list[Any]:

@@ -20,9 +20,8 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.envs import atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, make_fields
-from torchbeast.envs.make_env import vector_maker
+from torchbeast.envs.make_env import frames_per_step, vector_maker
 from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
@@ -123,11 +122,8 @@ class Environment:
         # What environments set by np.seterr() stays among them.
         self._run = contextvars.copy_context().run
         self.flags = flags
-        is_atari = atari.atari_game(flags.env) is not None
-        self.frames_per_step: int = flags.frame_skip if is_atari else 1
-        is_native = is_atari and flags.atari_backend == "native" and not render_mode
-        make = atari.make_atari_vec if is_native else make_games
-        self.envs: Any = self._call(make, flags, num_envs, render_mode)
+        self.frames_per_step = frames_per_step(flags)
+        self.envs: Any = self._call(make_games, flags, num_envs, render_mode)
         self.num_envs: int = self.envs.num_envs
         self.games: list[Any] = getattr(self.envs, "envs", [])  # can be replayed
         self.exact_resume = bool(self.games)

@@ -17,7 +17,6 @@ from gymnasium.wrappers import FrameStackObservation
 from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
 from torchbeast.base.named import find_object, parse_paths
-from torchbeast.envs import atari
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
     MaskFromInfo,
@@ -25,7 +24,8 @@ from torchbeast.envs.values import (
     check_mask,
 )
 
-ENVS = "torchbeast.extras.envs"  # parts with `adapt` or `vector_maker`
+# Parts with some of the functions make, adapt, vector_maker and frames_per_step.
+ENVS = "torchbeast.extras.envs"
 
 
 def create_env(
@@ -40,15 +40,14 @@ def create_env(
     arguments = json.loads(flags.env_kwargs or "{}")
     # Some take no render_mode, not even None.
     shown = {"render_mode": render_mode, **arguments} if render_mode else arguments
-    if atari.atari_game(name):
-        env: Any = atari.make_atari(flags, render_mode, **arguments)
-    elif names_python(name):
+    env: Any = _first("make", flags, render_mode, arguments)
+    if env is None and names_python(name):
         make = find_object(flag, name)
         env = make(**(shown if takes(make, "render_mode") else arguments))
         for part in parts.find(ENVS):
             if hasattr(part, "adapt"):
                 env = part.adapt(env, render_mode)
-    else:
+    elif env is None:
         env = _from_gymnasium(name, shown)
     try:
         for path, more in parse_paths("--wrapper", flags.wrapper or ""):
@@ -81,8 +80,19 @@ def vector_maker(
     flags: argparse.Namespace, render_mode: str | None = None
 ) -> Callable[[int | None], Any] | None:
     """How a part of extras/envs makes E environments in one object; None: none does."""
-    makers = [getattr(part, "vector_maker", None) for part in parts.find(ENVS)]
-    return next(filter(None, (x(flags, render_mode) for x in makers if x)), None)
+    return _first("vector_maker", flags, render_mode)
+
+
+def frames_per_step(flags: argparse.Namespace) -> int:
+    """How many frames a step of --env has, as a part of extras/envs says."""
+    return _first("frames_per_step", flags) or 1
+
+
+def _first(function: str, *args: Any) -> Any:
+    """What the first part of extras/envs returns that does not return None."""
+    functions = [getattr(x, function) for x in parts.find(ENVS) if hasattr(x, function)]
+    found = (f(*args) for f in functions)
+    return next((x for x in found if x is not None), None)
 
 
 def takes(function: Callable, parameter: str) -> bool:

@@ -4,8 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
+from torchbeast.base import parts
 from torchbeast.base.errors import FlagError, using
-from torchbeast.envs import atari
 from torchbeast.flags import Atari, Environment, Flags
 
 
@@ -15,7 +15,8 @@ def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     A learner refuses environments with other values. Left out are Atari's flags for
     other games, flags without a value, and those with False if it means the same.
     """
-    of_atari = Atari.declared() if atari.atari_game(flags.env) else {}
+    atari = parts.optional("envs.atari")
+    of_atari = Atari.declared() if atari and atari.atari_game(flags.env) else {}
     settings = {}
     for name, declared in (Environment.declared() | of_atari).items():
         value = getattr(flags, name)

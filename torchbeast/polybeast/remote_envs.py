@@ -14,13 +14,13 @@ import numpy as np
 from gymnasium import spaces
 
 import libtorchbeast
-from torchbeast.base import ranks
+from torchbeast.base import parts, ranks
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.hardware import memory_limit
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.envs import atari
 from torchbeast.envs.extra_fields import EXTRA_FIELDS
+from torchbeast.envs.make_env import frames_per_step
 from torchbeast.envs.values import as_stack, check_mask
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
@@ -69,7 +69,6 @@ def make_bound(bound: Any, unbounded: float, dtype: np.dtype) -> np.ndarray:
 
 def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
     """Makes an EnvSpec of what probe() has found; FlagError if it can't be used."""
-    is_atari = atari.atari_game(flags.env) is not None
     try:
         if found["action_space"] is None:
             raise ValueError("action_space is missing; the policy is made for it")
@@ -86,15 +85,15 @@ def make_env_spec(flags: Flags, found: dict[str, Any], where: str) -> EnvSpec:
                 "half of the memory: lower --num_actors or --unroll_length"
             )
         # Atari's stacks are not on the wire.
-        if is_atari and observation_space.shape == atari.STACK_SHAPE:
+        atari = parts.optional("envs.atari")
+        if atari and atari.is_stack(flags, observation_space):
             observation_space = as_stack(observation_space)
         check_fields(rollout.env_fields(observation_space, distribution), found, where)
     except (ValueError, AssertionError, OverflowError) as error:
         raise FlagError(f"the environments at {where}: {error}") from error
     check_batches(flags, found["num_envs"])
-    frames = flags.frame_skip if is_atari else 1
     words = {"num_envs": found["num_envs"], "hello": found["hello"]}
-    return EnvSpec(observation_space, action_space, frames, **words)
+    return EnvSpec(observation_space, action_space, frames_per_step(flags), **words)
 
 
 def check_fields(spec: dict[str, Any], found: dict[str, Any], where: str) -> None:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchbeast.base import parts
+
 _ATARI_FLAGS = (
     *("frame_skip", "noop_max", "sticky_actions", "full_action_space", "life_loss"),
     "max_episode_frames",
@@ -21,15 +23,13 @@ _MINATAR_RAMPING = ("Asterix", "Seaquest", "SpaceInvaders")
 
 def find_protocol(flags: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The protocol of a run with these flags; None without --env."""
-    # Late, because it loads the emulator.
-    from torchbeast.envs import atari
-
+    atari = parts.optional("envs.atari")  # loads the emulator
     values = flags or {}
     if not (env := values.get("env")):
         return None
     arguments = json.loads(values.get("env_kwargs") or "{}")
     protocol: dict[str, Any] = {"env": env}
-    if game := atari.atari_game(env):
+    if game := atari and atari.atari_game(env):
         protocol = {"env": f"Atari {game}"}  # the same game for each form of the id
         protocol |= {name: values[name] for name in _ATARI_FLAGS if name in values}
     elif env.startswith("MinAtar/"):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from small_envs import env_flags, here
 
-from torchbeast.envs.atari import atari_game, make_atari, make_atari_vec
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import GAME_OVER
+from torchbeast.extras.envs.atari import atari_game, make_atari, make_atari_vec
 
 # The native path draws the number of no-ops with the C++ standard library, which
 # differs between platforms.

@@ -1,13 +1,17 @@
 """Atari games with the preprocessing of the IMPALA paper, in two implementations.
 
+Their flags are in flags.py.
+
 `make_atari` builds one environment from Python wrappers, `make_atari_vec` many in C++
 (ale-py's AtariVectorEnv). Both give the same frames, rewards and episode ends for the
 same seeds and actions. docs/environments.md compares them.
 """
 
 import argparse
+import functools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import ale_py
@@ -27,6 +31,34 @@ STACKED_FRAMES = 4
 STACK_SHAPE = (STACKED_FRAMES, FRAME_SIZE, FRAME_SIZE)  # of an observation
 
 Reset = tuple[Any, dict[str, Any]]  # observation, info
+
+
+def make(
+    flags: argparse.Namespace, render_mode: str | None, arguments: dict[str, Any]
+) -> gymnasium.Env | None:
+    """A single environment, for the Python wrappers and for videos."""
+    if not atari_game(flags.env):
+        return None
+    return make_atari(flags, render_mode, **arguments)
+
+
+def vector_maker(
+    flags: argparse.Namespace, render_mode: str | None
+) -> Callable[[int | None], Any] | None:
+    """How to make E environments in C++."""
+    if flags.atari_backend != "native" or render_mode or not atari_game(flags.env):
+        return None
+    return functools.partial(make_atari_vec, flags)
+
+
+def frames_per_step(flags: argparse.Namespace) -> int | None:
+    return flags.frame_skip if atari_game(flags.env) else None
+
+
+def is_stack(flags: argparse.Namespace, space: gymnasium.Space) -> bool:
+    """Whether the observations are the stacks that are made here."""
+    return space.shape == STACK_SHAPE and atari_game(flags.env) is not None
+
 
 # Two-player games. Loading one of them ends the process.
 _TWO_PLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
@@ -213,9 +245,7 @@ def _game_start(info: dict[str, np.ndarray]) -> np.ndarray:
     return info["frame_number"] - info["episode_frame_number"]
 
 
-def make_atari_vec(
-    flags: argparse.Namespace, num_envs: int | None, render_mode: None = None
-) -> NativeAtari:
+def make_atari_vec(flags: argparse.Namespace, num_envs: int | None) -> NativeAtari:
     """Makes environments in C++. FlagError: a flag needs the Python wrappers."""
     if flags.wrapper or flags.mask_actions or json.loads(flags.env_kwargs or "{}"):
         raise FlagError(
