@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 class Scorer:
     """Which environment plays which game.
 
-    The number of an environment is part of its recurrent state, and 0 if it is new. If
-    a stream is lost, its E environments come back as new ones.
+    The number of an environment is part of its recurrent state, and 0 if it is new.
     """
 
     def __init__(self, numbers: Sequence[int], E: int) -> None:

@@ -150,10 +150,7 @@ def connect(
 
 
 def learn_from(run: Run, streams: Streams, rollouts: Nested) -> bool:
-    """Learns from rollouts [T + 1, n, ...]; False if no more updates are wanted.
-
-    n is B, or a multiple of it if a stream has more than B environments.
-    """
+    """Learns from rollouts [T + 1, k * B, ...]; False if no more updates are wanted."""
     learner, B = run.learner, run.flags.batch_size
     rows, initial_state = rollouts
     rows = as_stored(rows, streams.env_fields)

@@ -61,11 +61,7 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
 
 
 def _end_on_request(server: Any, pipe: connection.Connection) -> None:
-    """Starts a thread that stops the server at SIGTERM, if it has a handler.
-
-    Or if the pipe ends: the parent has died, or closed it for environments that ignore
-    SIGTERM.
-    """
+    """Starts a thread that stops the server at SIGTERM, or if the pipe ends."""
     signals = processes.WakePipe()
     signals.wake_on_signals()
 

@@ -28,10 +28,7 @@ ALWAYS_BUSY = 0.9  # share of the time
 
 
 def as_stored(row: dict[str, Nested], spec: dict[str, Nested]) -> dict[str, Nested]:
-    """Casts a row to the dtypes of MonoBeast's buffers, see rollout.STORED_AS.
-
-    Environments in other languages may leave out fields of `spec`: these become zero.
-    """
+    """Casts a row to MonoBeast's dtypes. Fields that environments lack become zero."""
     row = rollout.show_final_fields(row)
     done = row["done"]
     for name, field in spec.items():
@@ -46,7 +43,6 @@ class StreamGroup:
     """Streams of environments that share a pool, a batcher and a queue.
 
     Args:
-      addresses: of the servers, one per stream.
       initial_state: of the model, for one environment.
       devices: for inference, and for learning.
       numbers: of the first stream, and the distance to the next.
