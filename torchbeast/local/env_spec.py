@@ -60,20 +60,16 @@ def spec_of(env: Any) -> EnvSpec:
     """The properties of an Environment."""
     from torchbeast.envs.values import plain_space
 
-    both = env.observation_space, plain_space(env.action_space)
-    return EnvSpec(*both, env.frames_per_step, env.exact_resume)
+    spaces = env.observation_space, plain_space(env.action_space)
+    return EnvSpec(*spaces, env.frames_per_step, env.exact_resume)
 
 
 def _describe(flags: Flags, pipe: connection.Connection) -> None:
     """The child process. Only here are the environment's modules imported."""
     children.begin_child()
-    problem = f"{flags.env} can't be made"
-    with children.sending_errors(pipe, problem):
+    with children.sending_errors(pipe, f"{flags.env} can't be made"):
         from torchbeast.envs.environment import example_environment
 
         pipe.send(())  # it has begun
-        with (
-            contextlib.closing(example_environment(flags)) as env,
-            children.sending_errors(pipe, problem),
-        ):
+        with contextlib.closing(example_environment(flags)) as env:
             pipe.send(spec_of(env))

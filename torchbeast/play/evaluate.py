@@ -117,9 +117,8 @@ def draws(flags: Flags) -> bool:
 
 
 def play_in_processes(flags: Flags, weights: Weights, numbers: Sequence[int]) -> Games:
-    """Plays games in several processes; yields them as they end.
+    """Plays games in processes, with as many environments as in training at most.
 
-    There are at most as many processes, and environments in each, as in training.
     Raises UserError: a process raised, died, or took no step for too long.
     """
     batches = [numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH)]
