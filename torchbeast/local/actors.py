@@ -203,7 +203,7 @@ class Actors:
         return {k: statistics.fmean(t[k] for t in known) for k in (known or [{}])[0]}
 
     def start_unroll(self, index: int, slots: list[int]) -> int:
-        """Makes an idle actor fill the slots. Returns its weights' number of updates."""
+        """Makes an idle actor fill the slots. Returns the version of its weights."""
         self.idle.remove(index)
         self.watch.restart(self.children[index])
         bank, policy_version = self.weights.acquire()
