@@ -146,11 +146,7 @@ class Agent:
 
 
 def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
-    """Reads one observation or a batch of them.
-
-    Returns:
-      Arrays [n, ...] nested as the space, n, and whether it was only one.
-    """
+    """One or several observations: nested [n, ...], n, whether it was only one."""
     try:
         one = values.read(space, observation)
         return map_nested(lambda x: np.array(x[np.newaxis]), one), 1, True

@@ -38,11 +38,7 @@ class Job(NamedTuple):
         return self.folder / "console.log"
 
     def start(self, cores: Collection[int] = ()) -> subprocess.Popen:
-        """Starts the run as leader of a process group; it appends to its console.log.
-
-        Args:
-          cores: those that it may use; empty: all.
-        """
+        """Starts the run as leader of a process group, limited to `cores` if given."""
 
         def prepare() -> None:
             os.setpgid(0, 0)  # a Ctrl-C reaches the sweep only, which passes it on
@@ -118,15 +114,9 @@ def run_here(
 ) -> int:
     """Runs jobs, as many at a time as `cores` has entries.
 
-    A stop signal is passed on to the runs, which save and end. No more are started.
-
-    Args:
-      jobs: the next one is taken when there is room for it.
-      cores: per place, see split_cores.
-      ended: called with each job and its exit status.
-
-    Returns:
-      The number of the stop signal, or 0.
+    The next job is taken when there is room for it. `ended` gets each with its exit
+    status. A stop signal is passed on to the runs, which save and end, and no more are
+    started. Returns its number, or 0.
     """
     places = collections.deque(cores)
     running: dict[Job, tuple[subprocess.Popen, Sequence[int]]] = {}

@@ -29,12 +29,6 @@ X_AXES = {
     "frames": ("frames", "frames"),
     "time": ("_time", "hours of training"),
 }
-Y_LABELS = {
-    "mean_game_return": "return of a game",
-    "mean_game_return_100": "return, mean of the last 100 games",
-    "sps": "steps per second",
-    "entropy": "entropy of the policy (nats per step)",
-}
 GRID_POINTS = 400  # points in x where the runs of a group are averaged
 TITLE_WIDTH, LABEL_WIDTH = 100, 60  # characters of a line
 MOST_LABELS = 20  # curves in the legend
@@ -137,7 +131,7 @@ def draw(
         for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
             colors = [f"C{names.index(c.name) % 10}" for c in curves]
             lines = [draw_curve(axes, *x) for x in zip(curves, colors, strict=True)]
-            axes.set_ylabel(Y_LABELS.get(column, column))
+            axes.set_ylabel(column)
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
             if len(names) > 1 and curves:

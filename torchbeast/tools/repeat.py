@@ -50,11 +50,7 @@ def read_rows(folder: pathlib.Path, after: int = -1) -> list[dict[str, str]]:
 def starts(
     own: argparse.Namespace, typed: flagset.Typed
 ) -> Iterator[tuple[flagset.Typed, pathlib.Path, int]]:
-    """The starts to make: flags, record and last step.
-
-    Raises:
-      FlagError: the run has no record, or a flag is typed that would change it.
-    """
+    """The starts to make: flags, record and last step. Raises FlagError."""
     if others := typed.here.keys() - of_resume(typed.declared, START, FREE):
         raise FlagError(f"a repetition has the flags of its run: omit --{min(others)}")
     folder = pathlib.Path(flagset.merge(typed).savedir).expanduser() / own.run

@@ -88,13 +88,7 @@ def group_rows(
 ) -> list[dict[str, str]]:
     """A row per task of a group, and one over all tasks if there are references.
 
-    Args:
-      steps: at which returns are compared, besides the end.
-      tuned_on: seeds on which settings were chosen; these runs are left out.
-
-    Raises:
-      ValueError: a run has no return at one of the steps, runs of one task have
-        different protocols, or a task lacks references.
+    Raises ValueError if these runs can't be compared.
     """
     tasks: dict[str, list[SavedRun]] = {}
     kept = [x for x in runs if x.meta.get("args", {}).get("seed") not in tuned_on]

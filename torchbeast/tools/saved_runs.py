@@ -22,12 +22,7 @@ LOGS = ("logs.csv", "logs.csv.gz")  # archived logs may be compressed
 
 
 class SavedRun(NamedTuple):
-    """One run: its name and the columns of its logs.csv, [N] float64; NaN if empty.
-
-    Attributes:
-      meta: the content of meta.json; {} without.
-      test: the content of test.json; {} without.
-    """
+    """A run: columns of logs.csv, [N] float64, NaN if empty; meta.json, test.json."""
 
     name: str
     columns: dict[str, np.ndarray]

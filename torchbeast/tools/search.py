@@ -33,10 +33,8 @@ def distribution(text: str) -> distributions.BaseDistribution:
     with using(f"--search FLAG={text}", f"is not {FORMS}"):
         match kind, values:
             case "uniform" | "loguniform", [low, high]:
-                is_log = kind == "loguniform"
-                return distributions.FloatDistribution(
-                    float(low), float(high), log=is_log
-                )
+                ends, is_log = (float(low), float(high)), kind == "loguniform"
+                return distributions.FloatDistribution(*ends, log=is_log)
             case "int", [low, high]:
                 return distributions.IntDistribution(int(low), int(high))
             case "choice", [_, *_]:

@@ -23,8 +23,6 @@ from torchbeast.tools.jobs import END_SECONDS, Job, noting_signals
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
-
 
 class SlurmJob:
     """What submitit calls in a job: runs one run and returns its exit status."""
@@ -101,7 +99,7 @@ def submit(
                 guard.guard(int(handle.job_id))
             log.info("%s is job %s.", job.xpid, handle.job_id)
         while submitted and not signals:
-            time.sleep(POLL_SECONDS)
+            time.sleep(1.0)
             for job, handle in list(submitted.items()):
                 if signals or not handle.done():
                     continue
