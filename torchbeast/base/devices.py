@@ -87,10 +87,9 @@ def check_compiler(mode: str, device: torch.device) -> None:
 
 
 def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Begins to copy the tensors of a row to the CPU. The result waits, returns it.
+    """Begins to copy a row's tensors, of one device, to the CPU. The result waits.
 
-    The row has tensors of one device, and others. Numbers must fit float64 (MPS:
-    float32).
+    Numbers must fit float64 (MPS: float32).
     """
     import torch
 

@@ -1,7 +1,6 @@
-"""CPUs, memory and GPUs that this process may use. Does not load torch by itself.
+"""CPUs, memory and GPUs that this process may use, also in containers and Slurm jobs.
 
-Limits come from the machine and from control groups (version 2), as containers, Slurm
-and systemd set them.
+Does not load torch by itself.
 """
 
 import contextlib

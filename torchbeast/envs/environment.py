@@ -42,12 +42,9 @@ def example_environment(flags: argparse.Namespace) -> "Environment":
 
 
 class Totals(NamedTuple):
-    """Returns and lengths so far, of the episodes and games of E environments.
+    """Returns and lengths so far, of the episodes and games of E environments."""
 
-    The returns are float64, because sums over long games would lose digits in float32.
-    """
-
-    episode_return: np.ndarray  # [E] float64
+    episode_return: np.ndarray  # [E] float64: float32 loses digits in long games
     episode_step: np.ndarray  # [E] int64
     game_return: np.ndarray
     game_step: np.ndarray
@@ -232,10 +229,9 @@ class Environment:
                 log.warning("close() of %s raised:", self.flags.env, exc_info=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to replay the current games.
+        """What `load_state_dict` needs: tensors and plain Python values.
 
-        It holds only tensors and plain Python values, so that it loads with
-        `weights_only=True`. Needs `exact_resume` and flags.sync.
+        Needs `exact_resume` and flags.sync.
         """
         assert self.exact_resume
         assert self.flags.sync, "the actions are not logged"
@@ -289,10 +285,7 @@ class Environment:
 def to_env_actions(
     space: spaces.Space, num_envs: int, actions: np.ndarray
 ) -> np.ndarray:
-    """Converts actions of a policy [num_envs, ...] to actions of the space.
-
-    Raises ValueError if they are not actions of a policy for it.
-    """
+    """Converts actions of a policy [num_envs, ...] to the space's, or ValueError."""
     shape, dtype = _actions_of(space, num_envs)
     if actions.shape != shape or actions.dtype != dtype:
         raise ValueError(

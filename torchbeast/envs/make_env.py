@@ -1,7 +1,4 @@
-"""Making one environment: from `--env` to a Gymnasium environment.
-
-docs/environments.md is the manual.
-"""
+"""Making one environment: from `--env` to a Gymnasium environment."""
 
 import argparse
 import contextlib

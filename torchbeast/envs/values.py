@@ -26,10 +26,7 @@ class InvalidEnvironmentError(UserError, ValueError):
 
 
 class FrameStack(spaces.Box):
-    """A Box [K, ...] of the last K frames, the oldest first. A replay stores each once.
-
-    An observation that does not continue the one before it takes more room.
-    """
+    """A Box [K, ...] of the last K frames. A replay stores each of them once."""
 
 
 def as_stack(space: Any) -> FrameStack:

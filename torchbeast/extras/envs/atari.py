@@ -91,10 +91,7 @@ class SeededAtari(AtariEnv):
 
 
 class StartOfGame(gymnasium.Wrapper):
-    """Starts a game with 0 to `noop_max` random no-ops, 1 or more if there is FIRE.
-
-    The first of them then presses it.
-    """
+    """Starts with 0 to `noop_max` random no-ops; FIRE, if it exists, is the first."""
 
     def __init__(self, env: gymnasium.Env, noop_max: int):
         super().__init__(env)
