@@ -13,15 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchbeast.base.errors import FlagError
 
-
-class Resume(enum.Enum):
-    """What a resumed run does with a flag. A flag without one fixes what is learned."""
-
-    START = "describes one start, so that the checkpoint's value is not used"
-    FREE = "may change, because it does not change what the run learns"
-    TUNE = "may change, even with --sync: it sets how the run learns from now on"
-
-
+# What a resumed run does with a flag, see torchbeast/flags.py.
+Resume = enum.Enum("Resume", ["START", "FREE", "TUNE"])
 START, FREE, TUNE = Resume
 
 # They name code as MODULE:NAME.
@@ -92,12 +85,9 @@ class Flag:
         return value
 
     def from_file(self, value: Any, place: str = "a file") -> Any:
-        """The value that TOML, JSON or a checkpoint has, as if it had been typed.
+        """The value that TOML, JSON or a checkpoint has, as if typed, or FlagError.
 
         A list of texts is joined by commas. None means that the flag was left out.
-
-        Raises:
-          FlagError: it has a wrong type, or there is no such value.
         """
         try:
             if value is None or (self.converter is bool and isinstance(value, bool)):
@@ -115,10 +105,7 @@ class Flag:
 
 
 def flag(default: Any, help: str, *marks: Range | Resume, **more: Any) -> Any:
-    """Declares a flag in a class: `NAME: TYPE = flag(default, help, range, class)`.
-
-    It counts as Any, so that mypy takes the type of the attribute.
-    """
+    """Declares a flag in a class. It counts as Any: mypy takes the attribute's type."""
     more |= {"range" if isinstance(x, Range) else "resume": x for x in marks}
     return Flag(default, help, **more)
 
@@ -142,10 +129,7 @@ class Group:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser of groups of flags. It gives typed flags only, and no defaults.
-
-    `choices` and `defaults`, by name, replace those that are declared.
-    """
+    """Gives typed flags only. `choices` and `defaults` replace those declared."""
 
     def __init__(
         self,
@@ -180,15 +164,12 @@ Me = TypeVar("Me", bound="Values")
 
 
 class Values(argparse.Namespace):
-    """The values of flags; read-only after freeze().
-
-    Attributes:
-      typed: names of those that the user gave; also in a file or by a new preset.
-      idle: typed flags that have no effect without another one, and its name.
-    """
+    """The values of flags; read-only after freeze()."""
 
     _frozen = False
+    # Names of those that the user gave, also in a file or by a new preset.
     typed: frozenset[str] = frozenset()
+    # Typed flags that have no effect without another one, and its name.
     idle: Mapping[str, str] = MappingProxyType({})
 
     def freeze(self: Me) -> Me:

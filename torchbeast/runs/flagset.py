@@ -63,7 +63,7 @@ def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
             values = meta["args"]
             signed = trust.is_signed(values, meta.get("flags_signature"))
             own = OF_ITS_RUN.union(meta.get("flags_left_open", ()))
-            values = {k: x for k, x in values.items() if k in allowed - own}
+            values = {k: values[k] for k in (values.keys() & allowed) - own}
         else:
             import tomllib  # from Python 3.11 on
 
