@@ -88,14 +88,6 @@ def test_the_patch_restores_the_code(checkout, tmp_path):
     assert files(tmp_path / "clean") == expected
 
 
-def test_without_git_there_is_nothing(tmp_path, checkout):
-    shutil.rmtree(checkout / ".git")
-    (tmp_path / "parts").mkdir()
-    names, errors = record(checkout, tmp_path / "run", tmp_path / "parts")
-    assert names == {"code_patch": None, "sources": None}
-    assert not errors
-
-
 def test_the_sources_of_environments_and_wrappers(checkout, tmp_path):
     parts = tmp_path / "parts"
     (parts / "mine").mkdir(parents=True)

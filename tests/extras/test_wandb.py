@@ -101,10 +101,3 @@ def test_the_service_of_weights_and_biases_is_killed(tmp_path, monkeypatch):
     assert output.count("Weights & Biases") == 1
     assert "Saved" in output
     assert "Traceback" not in output
-
-
-def test_a_package_that_wandb_needs_is_missing(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text("import pydantics\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    output = runs.run(tmp_path, "a", **runs.SMALL, wandb="project", status=1)
-    assert "--wandb needs the package pydantics: pip install wandb" in output
