@@ -286,26 +286,6 @@ def test_two_agents_learn_to_take_different_actions(tmp_path, variant):
     assert set(result["lengths"]) == {8}
 
 
-@pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
-def test_only_games_of_agents_are_counted_in_a_run(tmp_path, variant):
-    flags = {**LEARNING, "env": "agent_games:Fading", "envs_per_actor": 6}
-    flags |= {"batch_size": 6, "total_steps": 3000, "eval_interval": 1500}
-    flags |= {"module": f"torchbeast.{variant}", "eval_episodes": 3}
-    if variant == "polybeast":
-        flags |= {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/pipe"}
-    runs.run(tmp_path, "a", **flags)
-    rows = runs.read_logs(tmp_path, "a")
-    for row in rows:
-        if row["mean_episode_step"]:  # lives are 3 to 8 steps
-            assert 3 <= float(row["mean_episode_step"]) <= 8
-    # Lives of 5.5 steps in games of about 7: 78 % of the rows are of an agent.
-    last = [row for row in rows if row["games"]][-1]  # later ones are evaluations
-    games, steps = float(last["games"]), float(last["step"])
-    assert games == float(last["episodes"])
-    assert 0.7 < games * 5.5 / steps < 0.86
-    assert any(row["eval_return"] for row in rows)
-
-
 def test_sync_resumes_exactly(tmp_path):
     flags = {**LEARNING, "env": "agent_games:Fading", "sync": True, "use_lstm": True}
     flags |= {"envs_per_actor": 6, "batch_size": 12, "env_kwargs": '{"late": true}'}
