@@ -93,7 +93,9 @@ def run_for_learner(flags: Flags) -> None:
     def serve() -> int:
         if flags.suppress_logs:
             start.print_warnings_only()
-        return run(flags, [learner.sentinel])
+        with contextlib.suppress(KeyboardInterrupt):  # the end of the run
+            return run(flags, [learner.sentinel])
+        return 128 + signal.SIGTERM
 
     sys.exit(start.guarded(serve))
 
