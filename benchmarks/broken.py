@@ -6,6 +6,7 @@ FAULT is one of: lambda (the targets ignore Î», as with --trace_decay 0), rho (Ï
 for the values), bootstrap (the value after a rollout's last step counts as 0).
 """
 
+import inspect
 import sys
 from typing import Any
 from unittest import mock
@@ -22,15 +23,15 @@ SOUND = vtrace.from_importance_weights
 def broken(fault: str) -> Any:
     """vtrace.from_importance_weights with a fault."""
 
-    def from_importance_weights(*tensors: torch.Tensor, **settings: Any) -> Any:
-        log_rhos, discounts, rewards, values, bootstrap_value = tensors
+    def from_importance_weights(*args: Any, **more: Any) -> Any:
+        given = inspect.signature(SOUND).bind(*args, **more).arguments
         if fault == "lambda":
-            settings["trace_decay"] = 0.0
+            given["trace_decay"] = 0.0
         elif fault == "rho":
-            settings["clip_rho_threshold"] = 0.1
+            given["clip_rho_threshold"] = 0.1
         else:
-            bootstrap_value = torch.zeros_like(bootstrap_value)
-        return SOUND(log_rhos, discounts, rewards, values, bootstrap_value, **settings)
+            given["bootstrap_value"] = torch.zeros_like(given["bootstrap_value"])
+        return SOUND(**given)
 
     return from_importance_weights
 

@@ -6,7 +6,6 @@ import pytest
 
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
-from torchbeast.polybeast import start as polybeast
 from torchbeast.runs import flagset, trust
 from torchbeast.runs.files import strict_json
 from torchbeast.runs.trust import UntrustedError
@@ -26,6 +25,13 @@ def write(tmp_path):
 
 def parse(*argv):
     return flagset.parse(monobeast.make_parser(), argv)
+
+
+def polybeast_parser():
+    pytest.importorskip("libtorchbeast", exc_type=ImportError)
+    from torchbeast.polybeast import start
+
+    return start.make_parser()
 
 
 def test_every_kind_of_flag(write):
@@ -103,7 +109,7 @@ def test_the_flags_of_another_variant_are_left_out(write):
     flags = parse(config)
     assert flags.seed == 9
     assert (flags.xpid, "num_servers" in flags.as_dict()) == (None, False)
-    assert flagset.parse(polybeast.make_parser(), [config]).num_servers == 3
+    assert flagset.parse(polybeast_parser(), [config]).num_servers == 3
 
 
 @pytest.mark.parametrize(
@@ -152,7 +158,7 @@ def test_a_flag_without_effect_is_refused_beside_a_file(write):
 @pytest.mark.parametrize("kind", ["toml", "meta.json"])
 def test_what_a_file_names_is_used_only_with_trust(write, name, value, typed, kind):
     """A file may come from somebody else. What was typed instead is fine."""
-    parser = polybeast.make_parser()
+    parser = polybeast_parser()
     if kind == "toml":
         config = write(f"{name} = {json.dumps(value)}")
     else:

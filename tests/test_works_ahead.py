@@ -12,7 +12,6 @@ import pytest
 import runs
 import test_learner
 import torch
-from test_polybeast import POLYBEAST
 from test_polybeast_sync import SYNC, WITH_STATE
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,12 +41,12 @@ def test_sync_learns_the_same(tmp_path, more):
     assert logs(tmp_path, "ahead") == logs(tmp_path, "waits")
 
 
-@pytest.mark.parametrize("variant", ["torchbeast.monobeast", POLYBEAST])
+@pytest.mark.parametrize("variant", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_no_update_is_lost(tmp_path, monkeypatch, variant):
     """Each has its row, in order, also the last one; the weights are those after it."""
     monkeypatch.setenv("VARIANT", variant)
     flags = {**runs.SMALL, "total_steps": 3000, "checkpoint_interval": 0}
-    if variant == POLYBEAST:
+    if variant == "torchbeast.polybeast":
         flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
         flags |= {"envs_per_actor": 2, "num_learner_threads": 3}
     output = runs.run(tmp_path, "a", module="ahead", **flags)

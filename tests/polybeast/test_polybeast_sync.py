@@ -2,7 +2,6 @@
 
 import pytest
 import runs
-from test_polybeast import POLYBEAST
 
 SYNC = {
     "num_actors": 2,
@@ -56,7 +55,10 @@ def test_sync_gives_monobeasts_updates(tmp_path, env, rounds, more):
     """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
     flags = {**SYNC, "env": env, "total_steps": 6 * 7 * rounds, **more}
     runs.run(tmp_path, "mono", **flags)
-    flags |= {"module": POLYBEAST, "pipes_basename": f"unix:{tmp_path}/pipe"}
+    flags |= {
+        "module": "torchbeast.polybeast",
+        "pipes_basename": f"unix:{tmp_path}/pipe",
+    }
     runs.run(tmp_path, "poly", **flags, num_servers=2)
     mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
     poly = runs.without_time(runs.read_logs(tmp_path, "poly"))

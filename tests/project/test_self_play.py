@@ -95,7 +95,7 @@ def test_a_file_of_somebody_else_is_not_trusted(tmp_path, caplog):
     save(tmp_path / "model.1.tar")  # without a signature
     env = SelfPlay(str(tmp_path))
     assert env.reset(seed=1)[0]["opponent"] == 0
-    assert "not signed with your key" in caplog.text
+    assert "you have not signed it" in caplog.text
     assert make(tmp_path).reset(seed=1)[0]["opponent"] == 1
 
 

@@ -205,7 +205,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", "env=a b,a/b"], {}, 1, "two runs of the grid would be named"),
         (["--seeds", "3-1"], {}, 2, "argument --seeds: '3-1' has no seed"),
         (["--grid", "alpha=0.9", "--grid", "alpha=0.8"], {}, 2, "alpha is given twice"),
-        (["--name", "a/b"], {}, 1, "names a folder in "),
+        (["--name", "a/b"], {}, 1, "must be a plain name"),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
         (["--search", "alfa=int:1:2"], {}, 1, "monobeast has no flag --alfa"),
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
