@@ -63,6 +63,12 @@ def test_a_file_that_can_not_be_written(tmp_path):
         contextlib.closing(Video(str(tmp_path / "gone" / "a.mp4"))) as video,
     ):
         video.add(plain(100, 100, 0))
+    full = tmp_path / "full.mp4"
+    full.symlink_to("/dev/full")
+    video = Video(str(full))
+    video.add(plain(100, 100, 0))
+    with pytest.raises(FlagError, match=r"full\.mp4 is not complete"):
+        video.close()
 
 
 @pytest.mark.parametrize(

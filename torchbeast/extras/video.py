@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.base.errors import FlagError, needing, using
+from torchbeast.base.errors import FileError, FlagError, needing, using
 from torchbeast.base.flag import START, Group, flag
 from torchbeast.envs.values import describe
 
@@ -87,6 +87,14 @@ class Video:
         return height, width
 
     def close(self) -> None:
-        """Completes the file."""
+        """Completes the file. FileError: ffmpeg could not write all of it."""
         if self._frames:
             self._frames.close()
+            self._frames = None
+            from imageio_ffmpeg import count_frames_and_secs
+
+            try:
+                count_frames_and_secs(self.path)
+            except RuntimeError as error:  # with a page of ffmpeg's text
+                problem = f"--video {self.path} is not complete; is the disk full?"
+                raise FileError(problem) from error
