@@ -147,7 +147,6 @@ def test_resume_cuts_later_rows(started, resume_step, kept):
     assert meta["args"] == {"seed": 4}
     assert (meta["successful"], meta["date_end"]) == (False, None)
     assert len(meta["resumed"]) == (resume_step is not None)
-    assert len(meta["starts"]) == 2
     writer.log({"total_loss": 2.5, "step": 999})
     writer.close(exit_status=0)
     rows = read_rows(started)
@@ -328,7 +327,7 @@ writer.close(exit_status=1, error=text)
 """
     result = run_python(code, tmp_path)
     assert r"bad \udcff\udcfe" in (tmp_path / "run" / "out.log").read_text()
-    error = read_meta(tmp_path / "run")["starts"][-1]["error"]
+    error = read_meta(tmp_path / "run")["error"]
     assert error == b"bad \xff\xfe".decode(errors="surrogateescape")
     assert "Cannot write" not in result.stderr
 
@@ -353,25 +352,22 @@ def test_meta(tmp_path, monkeypatch):
     assert "swordfish" not in (writer.path / "meta.json").read_text()
 
 
-def test_meta_tells_of_every_start(started):
-    """Also of starts that were killed, and of one that starts over."""
+def test_meta_of_a_run_with_several_starts(started):
+    """Also one that was killed, and one that starts over."""
     savedir, first = started.parent, read_meta(started)
     old = FileWriter(savedir, "run", ARGS | {"seed": 4}, resume_step=90)
     old.close(exit_status=130, last_step=105)
     killed = FileWriter(savedir, "run", ARGS | {"seed": 5}, resume_step=105)
     killed._resources.close()  # without what close() would write
     killed.folder.close()
-    assert read_meta(started)["date_start"] == first["date_start"]
+    meta = read_meta(started)
+    assert (meta["date_start"], len(meta["resumed"])) == (first["date_start"], 2)
+    assert (meta["args"]["seed"], meta["first_step"]) == (5, 105)
+    assert meta["exit_status"] is meta["date_end"] is None
     FileWriter(savedir).close(exit_status=1, error="ValueError")
     meta = read_meta(started)
     assert (meta["args"], meta["resumed"]) == (ARGS, [])
-    assert [start["args"]["seed"] for start in meta["starts"]] == [3, 4, 5, 3]
-    second, third, fourth = meta["starts"][1:]
-    assert (second["first_step"], second["last_step"]) == (90, 105)
-    assert second["exit_status"] == 130
-    assert (third["first_step"], third["date_end"]) == (105, None)
-    assert meta["error"] == fourth["error"] == "ValueError"
-    assert meta["exit_status"] == fourth["exit_status"] == 1
+    assert (meta["exit_status"], meta["error"]) == (1, "ValueError")
 
 
 def make_checkout(folder):

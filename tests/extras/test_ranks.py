@@ -180,8 +180,7 @@ def test_a_signal_to_one_ends_all_after_the_same_update(tmp_path):
     saved = torch.load(tmp_path / "all" / "model.tar", weights_only=False)
     last = runs.read_logs(tmp_path, "all")[-1]
     assert saved["stats"]["step"] == int(last["step"])
-    (start,) = meta_of(tmp_path, "all")["starts"]
-    assert start["exit_status"] == 128 + signal.SIGTERM
+    assert meta_of(tmp_path, "all")["exit_status"] == 128 + signal.SIGTERM
 
 
 def test_sync_resumes_with_another_number_of_learners(tmp_path):

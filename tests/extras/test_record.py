@@ -171,7 +171,8 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
     runs.run(tmp_path, "a", **flags)
     assert len(record.records_of(tmp_path / "a")) == 3
     meta = json.loads((tmp_path / "a" / "meta.json").read_text())
-    assert meta["starts"][1]["first_step"] > 0
+    assert len(meta["resumed"]) == 2
+    assert meta["first_step"] > 0
     output = repeat(tmp_path, "a")
     assert output.count("Equal to the recorded run") == 3
     assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")

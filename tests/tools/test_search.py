@@ -47,7 +47,7 @@ def test_a_search_that_goes_on(tmp_path):
         assert trial.value == pytest.approx(sum(returns) / 2)
         for name in names:
             sweeps.assert_finished(tmp_path, name)
-            assert len(read_meta(tmp_path / name)["starts"]) == 1
+            assert read_meta(tmp_path / name)["resumed"] == []
             rate = read_meta(tmp_path / name)["args"]["learning_rate"]
             assert rate == trial.params["learning_rate"]
             assert 1e-4 <= rate <= 1e-2

@@ -187,10 +187,9 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
     assert "sweep-1 has a run with other flags (--discounting 0.99 -> 0.9)" in message
     assert "Give another --name" in message
     assert sweep.main(sweeps.words(tmp_path)[3:]) == 0  # with its own flags
-    assert len(read_meta(tmp_path / "sweep-1")["starts"]) == 1
+    assert read_meta(tmp_path / "sweep-1")["resumed"] == []
     assert sweep.main(sweeps.words(tmp_path, total_steps=700)[3:]) == 0
-    first, second = read_meta(tmp_path / "sweep-1")["starts"]
-    assert first["last_step"] == second["first_step"] == 600
+    assert read_meta(tmp_path / "sweep-1")["first_step"] == 600
     sweeps.assert_finished(tmp_path, "sweep-1", 700)
 
 

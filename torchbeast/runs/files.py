@@ -98,8 +98,7 @@ class RunFolder:
 class FileWriter:
     """Writes out.log, logs.csv and meta.json of one start of a run.
 
-    meta.json has flags, commit, versions, hardware, dates and the end of this start;
-    `starts` has them of every start.
+    meta.json has flags, commit, versions, hardware, dates and the end of this start.
 
     Args:
       folder: of the run, locked; the caller closes it.
@@ -117,20 +116,17 @@ class FileWriter:
     ) -> None:
         self.path = path = folder.path
         self._logs = path / "logs.csv"
-        is_new, old, date = resume_step is None, read_meta(self.path), now()
-        self._columns = [] if is_new else list(next(read_rows(self.path), ()))
-        self._tick = 0
-        # If this start is killed, its entry stays like this.
-        end = {"date_end": None, "successful": False, "exit_status": None}
-        self._start = {"args": dict(args), **provenance(), **(about or {}), **end}
-        self._start |= {"date_start": date, "first_step": resume_step or 0}
-        self._of_run = {
-            "xpid": self.path.name,
-            "date_start": date if is_new else old.get("date_start", date),
-            "resumed": [] if is_new else [*old.get("resumed", ()), date],
-            "starts": [*old.get("starts", ()), self._start],
-        }
-        with contextlib.ExitStack() as stack, writing(self.path):
+        self._columns, self._tick, date = list[str](), 0, now()
+        begun: dict[str, Any] = {"date_start": date, "resumed": []}
+        if resume_step is not None:
+            self._columns += next(read_rows(path), ())
+            old = begun | read_meta(path)
+            begun = {k: old[k] for k in begun} | {"resumed": [*old["resumed"], date]}
+        self._meta = {"xpid": path.name, "args": dict(args), **provenance(), **begun}
+        self._meta |= {"first_step": resume_step or 0, **(about or {})}
+        # If this start is killed, these stay.
+        self._meta |= {"date_end": None, "successful": False, "exit_status": None}
+        with contextlib.ExitStack() as stack, writing(path):
             handler = logging.FileHandler(path / "out.log", errors="backslashreplace")
             # A full disk ends the run at the next row of logs.csv, with one message.
             handler.handleError = lambda record: None  # type: ignore[method-assign]
@@ -141,22 +137,19 @@ class FileWriter:
             logging.getLogger().addHandler(handler)
             stack.callback(logging.getLogger().removeHandler, handler)
             self._rewrite(-1 if resume_step is None else resume_step)
-            self._write_meta()
-            _link_latest(self.path)
+            write_json(path / "meta.json", self._meta)
+            _link_latest(path)
             self._resources = stack.pop_all()
 
     def close(self, exit_status: int, **end: Any) -> None:
         """Writes the end of the run, with entries of `end`, to meta.json."""
         end |= {"successful": exit_status == 0, "exit_status": exit_status}
-        self._start |= {**end, "date_end": now()}
+        self._meta |= {**end, "date_end": now()}
         try:
-            self._write_meta()
+            write_json(self.path / "meta.json", self._meta)
         except OSError as failure:  # don't hide an earlier error
             log.warning("Cannot write the end of the run to meta.json: %s", failure)
         self._resources.close()
-
-    def _write_meta(self) -> None:
-        write_json(self.path / "meta.json", {**self._start, **self._of_run})
 
     def log(self, row: Mapping[str, float | None]) -> None:
         """Appends a row to logs.csv, with _tick (0, 1, ...) and _time (Unix seconds).
