@@ -6,8 +6,6 @@
         while run.going():
             ...  # at most a second
     return run.exit_status
-
-The script owns the loop. Its body may raise any exception.
 """
 
 from __future__ import annotations
@@ -96,12 +94,11 @@ class Run:
         self.start_thread, self.on_stop = self._threads.start, self._threads.on_stop
 
     def __enter__(self) -> Run:
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.abandon)
+            undo.callback(self.guests.close, 1)  # those made before an error
             self._enter()
-        except BaseException:
-            self.guests.close(1)  # those that were made before the error
-            self.abandon()
-            raise
+            undo.pop_all()
         return self
 
     def _enter(self) -> None:
@@ -269,12 +266,10 @@ class Run:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
+        is_same = now - self._signalled_at <= processes.SAME_REQUEST_SECONDS
         if not self._signalled_at:  # don't log here: it may interrupt another log line
             self._signal, self._signalled_at = self._signal or number, now
-        elif (
-            now - self._signalled_at > processes.SAME_REQUEST_SECONDS
-            and not self.saving
-        ):
+        elif not (is_same or self.saving):
             raise KeyboardInterrupt(number)  # second request: don't wait, don't save
 
     def _log_signal(self) -> None:
