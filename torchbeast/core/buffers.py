@@ -19,17 +19,12 @@ class SharedMemoryError(UserError, RuntimeError):
     """The machine's shared memory can't hold the buffers."""
 
 
-def create_buffers(
-    spec: Nested,
-    leading: tuple[int, ...],
-    what: str = "the rollout buffers",
-    lower: str = "lower --num_buffers, --unroll_length, --num_actors, --envs_per_actor",
-) -> Nested:
+def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
     """Makes zeroed tensors [*leading, *shape] in shared memory, nested as the spec is.
 
     Their files are unlinked at once, so nothing stays behind however the processes end.
     All pages are allocated now: if memory ran out later, SIGBUS would kill a process.
-    Raises SharedMemoryError if less is free; it names `what`, and what to `lower`.
+    Raises SharedMemoryError if less is free.
     """
     # Each tensor is one file, made of whole pages.
     sizes = [math.prod((*leading, *s.shape, s.dtype.itemsize)) for s in flatten(spec)]
@@ -40,8 +35,9 @@ def create_buffers(
     free, place = min(places)
     if needed > free:
         raise SharedMemoryError(
-            f"{what} need {needed / 2**20:,.1f} MiB, but {place} has "
-            f"{free / 2**20:,.1f} MiB free (in Docker see --shm-size): {lower}"
+            f"Buffers need {needed / 2**20:,.1f} MiB, but {place} has "
+            f"{free / 2**20:,.1f} MiB free (in Docker see --shm-size): lower "
+            "--num_buffers, --unroll_length, --num_actors, --envs_per_actor, --model"
         )
 
     def create(s: Spec) -> torch.Tensor:
@@ -52,4 +48,4 @@ def create_buffers(
 
 def step_counters(count: int) -> torch.Tensor:
     """[count] int64 zeros in shared memory, for StepWatch."""
-    return create_buffers(Spec((), torch.int64), (count,), "step counters", "free some")
+    return create_buffers(Spec((), torch.int64), (count,))

@@ -1,11 +1,11 @@
 """Files, signals, threads and checkpoints around the loop of a training run.
 
-    with Run(start, learner) as run:
-        run.on_stop(stop)
-        run.start_thread("learner-0", work)
-        while run.going():
-            ...  # at most a second
-    return run.exit_status
+with Run(start, learner) as run:
+    run.on_stop(stop)
+    run.start_thread("learner-0", work)
+    while run.going():
+        ...  # at most a second
+return run.exit_status
 """
 
 from __future__ import annotations
