@@ -42,15 +42,12 @@ SEED = Range(0, 2**64 - 1, f"at least 0 and below {2**64}")  # for torch.manual_
 # fmt: off
 class Run(Group):
     title = "run"
-    mode: str = flag("train",
-        "test: play games with a checkpoint; test_render: also show them", START,
+    mode: str = flag("train", "test: play games; test_render: also show them", START,
         choices=["train", "test", "test_render"])
     preset: str | None = flag(None, "set of flags", FREE, choices=sorted(PRESETS))
-    config: str | None = flag(None,
-        "flags from a .toml file or a run's meta.json", START, metavar="FILE")
+    config: str | None = flag(None, "flags: .toml or meta.json", START, metavar="FILE")
     xpid: str = flag(None, "name of the run; if it exists, it is resumed", START)
-    init_from: str | None = flag(None,
-        "start with fitting weights of another run", metavar="XPID|FILE")
+    init_from: str | None = flag(None, "run to take weights from", metavar="XPID|FILE")
     savedir: str = flag("~/logs/torchbeast", "directory of the runs", START)
     seed: int = flag(1, "seed of weights, actions and environments", SEED)
     total_steps: int = flag(100_000, "actions of environments to train", STEPS, TUNE)
@@ -61,8 +58,7 @@ class Run(Group):
     checkpoint_interval: float = flag(600.0, "seconds between checkpoints",
         AT_LEAST_0_OR_INF, FREE)
     suppress_logs: bool = flag(False, "print warnings and errors only", START)
-    episodes_for_avg: int = flag(100, "games in the mean return that is printed", COUNT,
-        FREE)
+    episodes_for_avg: int = flag(100, "games in the mean that is shown", COUNT, FREE)
 
 
 class Environment(Group):
@@ -72,8 +68,7 @@ class Environment(Group):
     env: str = flag("PongNoFrameskip-v4", "a Gymnasium id or module:Class")
     env_kwargs: str | None = flag(None,
         "arguments of the environment", converter=json_object, metavar="JSON")
-    wrapper: str | None = flag(None,
-        "what wraps each environment, the innermost first, with arguments",
+    wrapper: str | None = flag(None, "what wraps each environment, innermost first",
         metavar="MODULE:FUNCTION[JSON],...")
     mask_actions: bool | None = flag(None, """obey info["action_mask"]""")
 
@@ -96,21 +91,17 @@ class Model(Group):
     title = "model"
     model: str = flag("shallow",  # the choices: model.CHOICES, which needs torch
         "size of the encoders; --use_resnet means --model deep")
-    encoder: str | None = flag(None,
-        "encodes the whole observation instead", metavar="MODULE:CLASS[JSON]")
+    encoder: str | None = flag(None, "replaces --model", metavar="MODULE:CLASS[JSON]")
     encoder_width: float = flag(1.0, "times as many units in the encoders", WIDTH)
     layer_norm: bool = flag(False, "normalize the layers of the encoders")
     use_lstm: bool = flag(False, "add a recurrent core, see --core")
-    core: str = flag("lstm", "kind of the recurrent core: lstm, gru or a class",
-        metavar="KIND|MODULE:CLASS[JSON]")
+    core: str = flag("lstm", "lstm, gru or a class", metavar="KIND|MODULE:CLASS[JSON]")
     core_size: int = flag(256, "units of a layer of the core", COUNT, needs="use_lstm")
     core_layers: int = flag(1, "layers of the core", COUNT, needs="use_lstm")
-    forget_bias: float = flag(0.0,
-        "more bias to keep the core's state; 1 or 2 help", FINITE, needs="use_lstm")
+    forget_bias: float = flag(0.0, "of the core; 1 or 2 help", FINITE, needs="use_lstm")
     normalize_observations: bool = flag(False,
         "scale numbers by running mean and deviation; their MLPs then have tanh")
-    precision: str = flag("auto", "dtype of the image encoders",
-        choices=["auto", "fp32", "bf16"])
+    precision: str = flag("auto", "of image encoders", choices=["auto", "fp32", "bf16"])
 
 
 class Layout(Group):
@@ -122,19 +113,16 @@ class Layout(Group):
         choices=["fixed", "episode"])
     actor_timeout: float = flag(120.0, "seconds that a step may take", SECONDS, FREE)
     num_learner_threads: int = flag(1, "gather batches", COUNT, alias="num_threads")
-    torch_threads: int = flag(None,
-        "CPU threads of the learner's torch (default: half the cores)", COUNT)
+    torch_threads: int = flag(None, "of the learner (default: half the cores)", COUNT)
     disable_cuda: bool = flag(False, "use no GPU", FREE)
-    learner_device: str | None = flag(None,
-        "for example cuda:1, xpu or mps; default: the first GPU, if any", FREE)
+    learner_device: str | None = flag(None, "cuda:1, xpu, mps (default: a GPU)", FREE)
     compile: str | None = flag(None, "use torch.compile in this mode",
         FREE, choices=["default", "reduce-overhead", "max-autotune"])
 
 
 class Loss(Group):
     title = "loss"
-    loss: str | None = flag(None,
-        "a function that replaces the loss", metavar="MODULE:FUNCTION[JSON]")
+    loss: str | None = flag(None, "replaces the loss", metavar="MODULE:FUNCTION[JSON]")
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
     final_entropy_cost: float | None = flag(None, "at the end", FINITE, TUNE)
     baseline_cost: float = flag(0.5, "weight of the value loss", AT_LEAST_0, TUNE)
@@ -144,49 +132,40 @@ class Loss(Group):
     normalize_rewards: bool = flag(False,
         "divide rewards by the deviation of their discounted sum, and don't clip")
     clip_rho: float = flag(1.0, "V-trace's ρ̄ (inf: no clipping)", POSITIVE_OR_INF, TUNE)
-    clip_pg_rho: float = flag(1.0, "V-trace's ρ̄ of the policy gradient",
-        POSITIVE_OR_INF, TUNE)
+    clip_pg_rho: float = flag(1.0, "ρ̄ of the policy gradient", POSITIVE_OR_INF, TUNE)
     clip_c: float = flag(1.0, "V-trace's c̄", POSITIVE_OR_INF, TUNE)
     trace_decay: float = flag(1.0, "V-trace's λ", SHARE, TUNE)
-    normalize_advantages: bool = flag(False,
-        "scale the advantages of a batch to mean 0 and standard deviation 1", TUNE)
+    normalize_advantages: bool = flag(False, "scale to mean 0 and deviation 1", TUNE)
     clip_ratio: float = flag(math.inf, "PPO's ε (inf: none)", POSITIVE_OR_INF, TUNE)
 
 
 class Optimizer(Group):
     title = "optimizer"
-    optimizer: str = flag("rmsprop",
-        "rmsprop: as in TensorFlow, with ε under the root by default",
+    optimizer: str = flag("rmsprop", "rmsprop: as in TensorFlow, ε under the root",
         choices=["rmsprop", "adam"])
     learning_rate: float = flag(0.0007, "at the start", AT_LEAST_0, TUNE)
-    learning_rate_schedule: str = flag("linear",
-        "linear and cosine fall to 0 over --total_steps", TUNE,
+    learning_rate_schedule: str = flag("linear", "linear, cosine: falls to 0", TUNE,
         choices=["linear", "cosine", "constant"])
     updates_per_batch: int = flag(1, "updates per batch", COUNT, TUNE)
     minibatches: int = flag(1, "random parts of a batch, one per update", COUNT, TUNE)
     alpha: float = flag(0.99, "decay of RMSProp's mean square", SHARE, TUNE)
     momentum: float = flag(0.0, "RMSProp's momentum", BELOW_1, TUNE)
     epsilon: float = flag(1e-6, "the optimizer's ε", AT_LEAST_0, TUNE)
-    epsilon_outside_root: bool = flag(False,
-        "RMSProp's step is g / (√v + ε) and not g / √(v + ε)", TUNE)
-    grad_norm_clipping: float = flag(40.0,
-        "largest norm of the gradient (inf: no clipping)", POSITIVE_OR_INF, TUNE)
+    epsilon_outside_root: bool = flag(False, "g / (√v + ε) and not g / √(v + ε)", TUNE)
+    grad_norm_clipping: float = flag(40.0, "largest L2 norm", POSITIVE_OR_INF, TUNE)
 
 
 class Test(Group):
     title = "test"
     num_test_episodes: int = flag(10, "games to play", COUNT, START)
-    checkpoint: str = flag("model.tar",
-        "file in the folder of the run, such as model.best.tar", START)
+    checkpoint: str = flag("model.tar", "of the run, such as model.best.tar", START)
     greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
 
 
 class MonoBeast(Group):
     title = "MonoBeast"
-    serial: bool = flag(False,
-        "one process and thread, for debuggers and profilers", START)
-    envs_per_actor: int = flag(None,
-        "environments per actor (default: 8, or what --num_buffers allows)", COUNT)
+    serial: bool = flag(False, "one process and thread, for debuggers", START)
+    envs_per_actor: int = flag(None, "environments of an actor (default: 8)", COUNT)
     num_buffers: int = flag(None, "slots for rollouts in shared memory", COUNT)
 
 
