@@ -120,8 +120,7 @@ class Run:
         step = self.learner.step if self.resumed else None
         self._writer = FileWriter(self.start.folder, values, step, about)
         self._wake_pipe.wake_on_signals()
-        for note in self.start.notes:
-            log.info("%s", note)
+        log.info("%s", self.start.note)
         # After out.log is open: at its end it restores the log's handlers of now.
         self._status_line = Status(self.flags, self.learner)
         self.show = self._status_line.show

@@ -32,7 +32,7 @@ class Start(NamedTuple):
     folder: RunFolder  # locked
     saved: dict[str, Any] | None  # the checkpoint to resume from
     left_open: list[str]  # flags that were filled in from the machine or other flags
-    notes: list[str]  # for the log
+    note: str  # for the log
 
     def env_seed(self) -> int:
         """Another one after a resume, for new games; with --sync the old ones go on."""
@@ -114,32 +114,27 @@ def begin(
             if any(parts.call("fetch", flags, path, step)):
                 before = checkpoint.load(place)
                 flags = merge_saved(typed, before, place)
-        saved, how = before, f"Run {path.name} in {path}."
+        saved, note = before, f"Run {path.name} in {path}."
         if saved:
-            how += f" Resuming at step {saved['stats']['step']}."
+            note += f" Resuming at step {saved['stats']['step']}."
             check_changes(flags, saved)
         elif any(read_rows(path)):
             before = died_early(path, flags.disable_checkpoint)
             flags = merge_saved(typed, before, path / "meta.json")
-            how += " It died before its first checkpoint, and starts over."
+            note += " It died before its first checkpoint, and starts over."
         else:
-            how = f"New run {path.name} in {path}."
+            note = f"New run {path.name} in {path}."
         flags.savedir, flags.xpid = str(path.parent), path.name
         merged = flags.as_dict()
         flags = resolve_layout(flagset.resolve(flags)).freeze()
-        left_open = {
-            name
-            for name, x in flags.as_dict().items()
-            if merged[name] in (None, "auto") and x != merged[name]
-        }
+        filled = {k for k, x in flags.as_dict().items() if x != merged[k]}
+        left_open = {k for k in filled if merged[k] in (None, "auto")}
         if saved and flags.sync:
             left_open |= set(saved.get("flags_left_open", ())) - flags.typed
-        notes = [how]
-        if before and (
-            changes := flagset.changed(before["flags"], flags, flagset.OF_ONE_START)
-        ):
-            notes.append(f"Changed flags: {flagset.describe_changes(changes)}.")
-        yield Start(flags, folder, saved, sorted(left_open), notes)
+        old = before["flags"] if before else flags.as_dict()
+        if changes := flagset.changed(old, flags, flagset.OF_ONE_START):
+            note += f" Changed flags: {flagset.describe_changes(changes)}."
+        yield Start(flags, folder, saved, sorted(left_open), note)
 
 
 def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flags:
