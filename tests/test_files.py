@@ -188,10 +188,10 @@ def test_resume_with_a_damaged_meta(started, caplog, damaged):
 def test_a_locked_folder(tmp_path):
     with contextlib.closing(RunFolder(str(tmp_path), "run")) as folder:
         for _ in range(2):
-            with pytest.raises(BlockingIOError, match="Another process"):
+            with pytest.raises(RunFileError, match="Another process"):
                 FileWriter(tmp_path)
         files.FileWriter(folder, ARGS).close(exit_status=0)
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(RunFileError):
             RunFolder(str(tmp_path), "run")
     RunFolder(str(tmp_path), "run").close()
     assert (tmp_path / "run" / "meta.json").exists()

@@ -26,12 +26,8 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 
 
-class RunBusyError(UserError, BlockingIOError):
-    """Another process writes to the run."""
-
-
 class RunFileError(UserError, OSError):
-    """A file or folder of a run can't be written; the message names it."""
+    """A file or folder of a run can't be written, or is another process's."""
 
 
 @contextlib.contextmanager
@@ -68,7 +64,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
 class RunFolder:
     """The folder savedir/xpid, made and locked. An empty one is removed at the end.
 
-    Raises FlagError if xpid is no plain name, RunBusyError or RunFileError.
+    Raises FlagError if xpid is no plain name, RunFileError if it is locked.
     """
 
     def __init__(self, savedir: str, xpid: str) -> None:
@@ -82,7 +78,7 @@ class RunFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._descriptor)
-            raise RunBusyError(
+            raise RunFileError(
                 f"Another process writes to this run, {self.path}. Wait for it, end "
                 "it, or choose another --xpid (for a sweep: --name)"
             ) from None
