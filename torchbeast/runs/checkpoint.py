@@ -78,7 +78,6 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 
 def way_back(path: pathlib.Path) -> str:
-    """What to do if a checkpoint can't be used."""
     if (previous := previous_path(path)).exists():
         return f"To go on from the checkpoint before, copy {previous} to {path.name}"
     return f"There is no {previous.name} to go on from"

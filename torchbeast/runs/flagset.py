@@ -96,11 +96,8 @@ def merge(
 ) -> Flags:
     """The flags of a script. They are not resolved and not frozen yet.
 
-    `saved` are those of a checkpoint at `place`; `signed`: by this user, see trust.py.
-
-    Raises:
-      FlagError: a flag has a value that is not allowed.
-      UntrustedError: a file names code, another file or a machine, and nobody typed it.
+    `saved` are those of a checkpoint at `place`; `signed`: by this user. Raises
+    FlagError for a value that is not allowed, and UntrustedError, see trust.py.
     """
     declared, here = typed.declared, typed.here
     given = {**typed.in_file, **here}  # the command line wins

@@ -46,10 +46,8 @@ class Run:
     thread ends the run: it is logged, and the exit status is 1. Learner threads use
     `updating`, and updates `log`; the rest but `wake` is for the main thread.
 
-    Args:
-      learner: a torchbeast.learner.Learner. It loads the checkpoint, if there is one.
-      attach: functions that return guests, beside those of base/parts.py.
-      until: ends the run at this step and not at --total_steps.
+    The learner loads the checkpoint, if there is one. The functions `attach` return
+    guests, beside those of base/parts.py; the step `until` replaces --total_steps.
     """
 
     def __init__(
@@ -150,9 +148,8 @@ class Run:
     def updating(self) -> Iterator[bool]:
         """Surrounds the learning from a batch; only one thread at a time can be inside.
 
-        Yields True: then the caller begins an update and calls `add`. Or False, if the
-        run is complete or about to end, or the weights are not finite: then it drops
-        the batch.
+        Yields True: then the caller begins an update and calls `add`. Or False: then it
+        drops the batch, since the run ends or the weights are not finite.
         """
         learner = self.learner
         with self._turn:

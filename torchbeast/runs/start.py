@@ -65,10 +65,7 @@ def run_script(
     train: Callable[[Start], int],
     test: Callable[[flagset.Typed], None],
 ) -> int:
-    """The main function of a script that trains, or tests with --mode test.
-
-    `train` returns the exit status, and so does this. For resolve_layout see begin.
-    """
+    """What a script does. Returns the exit status, as `train` does; see `begin`."""
 
     def begin_and_train() -> int:
         typed = flagset.read(parser, argv)
@@ -91,11 +88,8 @@ def begin(
 ) -> Iterator[Start]:
     """Locks the run's folder, reads the checkpoint, if any, and resolves the flags.
 
-    A run that was killed before its first checkpoint starts over, with its flags.
-
-    Args:
-      resolve_layout: fills in the flags that only one variant has, and checks them.
-      flags: merged from `typed`.
+    resolve_layout fills in the flags that only one variant has, and checks them.
+    `flags`: those merged from `typed`, if the caller has them.
     """
     from torchbeast.runs import checkpoint
 
