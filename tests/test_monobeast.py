@@ -198,7 +198,7 @@ def test_sync_refuses_flags_that_break_the_promise(savedir):
     assert len(runs.read_logs(savedir, "a")) == 12
     runs.run(savedir, "b", **{**runs.SMALL, "total_steps": 60})
     output = fails(savedir, "b", sync=True, total_steps=120)
-    assert "saved without --sync" in output
+    assert "a run that was saved with --sync" in output
 
 
 @pytest.fixture

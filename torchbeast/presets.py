@@ -14,7 +14,6 @@ _IMPALA: dict[str, Any] = {
     "total_steps": 50_000_000,
 }
 
-# What the presets with Adam share.
 _ADAM: dict[str, Any] = {
     "num_actors": 2,
     "reward_clipping": "none",
@@ -25,7 +24,6 @@ _ADAM: dict[str, Any] = {
     "updates_per_batch": 4,
 }
 
-# The command line wins over these.
 PRESETS: dict[str, dict[str, Any]] = {
     "impala-atari": _IMPALA,
     "impala2018": _IMPALA,  # its older name

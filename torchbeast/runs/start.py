@@ -173,11 +173,10 @@ def check_changes(flags: Flags, saved: dict[str, Any]) -> None:
     if "init_from" in typed:
         raise FlagError(f"--init_from is for a new run, and {flags.xpid} exists")
     if flags.sync and (typed or not saved.get("actors")):
-        why = "the checkpoint was saved without --sync"
-        if typed:
-            why = f"it can't change {flagset.describe_changes(typed)}"
+        words = flagset.describe_changes(typed) or "its flags"
         raise FlagError(
-            f"--sync resumes exactly: {why}. Choose another --xpid, or --no-sync"
+            "--sync resumes exactly a run that was saved with --sync, and can't change "
+            f"{words}. Choose another --xpid, or --no-sync"
         )
 
 
