@@ -95,33 +95,30 @@ class Run:
         with contextlib.ExitStack() as undo:
             undo.callback(self.abandon)
             undo.callback(self.guests.close, 1)  # those made before an error
-            self._enter()
+            values = self.flags.as_dict()
+            of_parts = [x.attach for x in parts.find() if hasattr(x, "attach")]
+            for attach in (*of_parts, *self._attach) if not ranks.rank() else ():
+                if guest := attach(self):
+                    self.guests.append(guest)
+            # From now on signals are only noted: meta.json gets the end of the run.
+            for number in processes.handled_signals():
+                signal.signal(number, self._on_signal)
+            self._of_start = {
+                "flags_left_open": self.start.left_open,
+                "flags_signature": trust.sign(values),
+                "ranks": ranks.size(),
+            }
+            about = join_columns(*self.guests.all("about"))
+            about |= {"preset_changes": differences(values), **self._of_start}
+            step = self.learner.step if self.resumed else None
+            self._writer = FileWriter(self.start.folder, values, step, about)
+            self._wake_pipe.wake_on_signals()
+            log.info("%s", self.start.note)
+            # After out.log is open: at its end it restores the log's handlers of now.
+            self._status_line = Status(self.flags, self.learner)
+            self.show = self._status_line.show
             undo.pop_all()
         return self
-
-    def _enter(self) -> None:
-        values = self.flags.as_dict()
-        of_parts = [x.attach for x in parts.find() if hasattr(x, "attach")]
-        for attach in (*of_parts, *self._attach) if not ranks.rank() else ():
-            if guest := attach(self):
-                self.guests.append(guest)
-        # From now on signals are only noted, so that meta.json gets the end of the run.
-        for number in processes.handled_signals():
-            signal.signal(number, self._on_signal)
-        self._of_start = {
-            "flags_left_open": self.start.left_open,
-            "flags_signature": trust.sign(values),
-            "ranks": ranks.size(),
-        }
-        about = join_columns(*self.guests.all("about"))
-        about |= {"preset_changes": differences(values), **self._of_start}
-        step = self.learner.step if self.resumed else None
-        self._writer = FileWriter(self.start.folder, values, step, about)
-        self._wake_pipe.wake_on_signals()
-        log.info("%s", self.start.note)
-        # After out.log is open: at its end it restores the log's handlers of now.
-        self._status_line = Status(self.flags, self.learner)
-        self.show = self._status_line.show
 
     # --- The main loop
 
