@@ -1,11 +1,9 @@
 """A run's flags, one typed line each: type, default, help, range and resume.
 
-Parts declare their own: polybeast/flags.py, extras/.
-
 START: describes one start. FREE: does not change what is learned. TUNE: how to learn
 from now on. Only these may change at a resume with --sync; without it, every flag that
 fits the checkpoint may. A flag with the default None and a type without None is filled
-in by `resolve` or `resolve_layout`. Importing this module does not load torch.
+in by `resolve` or `resolve_layout`. Parts have their own flags. Loads no torch.
 """
 
 import math
@@ -177,9 +175,7 @@ class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer,
 # fmt: on
 TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Test)
 GROUPS = (*TRAINING, MonoBeast)
-DECLARED: dict[str, Flag] = {
-    name: declared for group in GROUPS for name, declared in group.declared().items()
-}
+DECLARED = {k: x for group in GROUPS for k, x in group.declared().items()}
 
 
 def of_resume(declared: Mapping[str, Flag], *classes: Resume) -> frozenset[str]:

@@ -1,8 +1,4 @@
-"""--preset: named sets of flags.
-
-These are the differences from the defaults in flags.py. A preset also sets the other
-flags that determine what a run learns, see flagset.preset_flags.
-"""
+"""--preset: differences from the defaults in flags.py, see flagset.preset_flags."""
 
 from typing import Any
 
