@@ -128,8 +128,6 @@ class Faulty(Split):
 
     def reset(self, seed=None, options=None):
         observations, infos = super().reset()
-        if self.fault == "old":
-            return observations
         if self.fault == "empty":
             self.agents = []
         return observations, infos
@@ -144,8 +142,6 @@ class Faulty(Split):
             results[0]["right"] = np.ones(4, np.float32)
         if self.fault == "stays":
             results[2]["left"] = True
-        if self.fault == "list":
-            return [*results, infos]
         return (*results, infos)
 
 

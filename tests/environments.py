@@ -305,18 +305,6 @@ class Digits(Blank):
         return self.observation, reward, self.steps == 5, False, {}
 
 
-class Pauses(Blank):
-    """Games of 2 steps; the first takes SECONDS."""
-
-    SECONDS = 1.5
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 1:
-            time.sleep(self.SECONDS)
-        return self.observation, 1.0, self.steps == 2, False, {}
-
-
 class SignsInNetHack(gym.Env):
     """Read four signs in NLE's parts of an observation; then the next four.
 

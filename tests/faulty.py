@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import pathlib
 import random
@@ -119,27 +118,6 @@ class UsesTorch(Environment):
         (3 * x).sum().backward()
         assert x.grad is not None
         return super().step(action)
-
-
-class WithChild(Environment):
-    """Forks a process, and ends it in close()."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.child = context.Process(target=time.sleep, args=(1000,))
-        self.child.start()
-
-    def close(self) -> None:
-        self.child.terminate()
-        self.child.join()
-
-
-class DiesWithChild(WithChild):
-    """Its process dies while it is made; the child keeps all pipes open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        os._exit(3)
 
 
 class SlowToMake(WithProgram):

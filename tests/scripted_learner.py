@@ -24,7 +24,6 @@ class Stream:
     def __init__(self, wire, requests, context):
         self.wire = wire
         self.context = context
-        self.metadata = dict(context.invocation_metadata())
         self.incoming = queue.SimpleQueue()
         self.outgoing = queue.SimpleQueue()
         self.status = None
@@ -80,10 +79,9 @@ class Stream:
 class Learner:
     """Listens until stop(); accept() gives the streams of those who dial."""
 
-    def __init__(self, wire, address, credentials=None):
+    def __init__(self, wire, address):
         self.wire = wire
         self.address = address
-        self.credentials = credentials
         self.streams = queue.SimpleQueue()
         self.start()
 
@@ -92,10 +90,7 @@ class Learner:
 
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
         add_LearnerServicer_to_server(self, self.server)
-        if self.credentials:
-            self.port = self.server.add_secure_port(self.address, self.credentials)
-        else:
-            self.port = self.server.add_insecure_port(self.address)
+        self.server.add_insecure_port(self.address)
         self.server.start()
 
     def stop(self):

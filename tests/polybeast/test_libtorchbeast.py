@@ -185,6 +185,3 @@ def test_errors_keep_no_references():
         with pytest.raises(ClosedBatchingQueue):
             batcher.compute(item)
     assert sys.getrefcount(item) == references
-
-
-# --- Threads --------------------------------------------------------------------------
