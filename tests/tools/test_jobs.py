@@ -1,6 +1,5 @@
 """Jobs of a sweep: processes that are ended, whatever happens to the sweep."""
 
-import os
 import signal
 import sys
 import time
@@ -38,11 +37,3 @@ def test_a_job_has_ended_when_the_exception_is_raised(tmp_path, monkeypatch):
         jobs.run_here(planned(), [[], []], lambda job, status: None)
     assert "saved" in job.tail()
     assert time.monotonic() - begun < jobs.END_SECONDS / 4
-
-
-def test_more_jobs_than_cores(caplog):
-    """They share all cores."""
-    num_cpus = len(os.sched_getaffinity(0))
-    assert jobs.split_cores(num_cpus + 1, None) == [[]] * (num_cpus + 1)
-    assert jobs.split_cores(1, num_cpus + 1) == [[]]
-    assert caplog.text.count(f"share {num_cpus} cores") == 2

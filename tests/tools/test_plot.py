@@ -1,20 +1,13 @@
 import gzip
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-import runs
 from test_files import FileWriter
 
 from torchbeast.tools import plot
 from torchbeast.tools.groups import group_name
 from torchbeast.tools.saved_runs import find_run, read_run
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def make_run(savedir, xpid, returns, flags=None, **columns):
@@ -25,25 +18,6 @@ def make_run(savedir, xpid, returns, flags=None, **columns):
         writer.log(row | {name: values[tick] for name, values in columns.items()})
     writer.close(exit_status=0)
     return writer.path
-
-
-def run_plot(*arguments, cwd=ROOT, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "torchbeast.plot", *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=runs.patience(60),
-    )
-
-
-def has_color(path, color):
-    """Whether pixels of the picture have the full color (a line, not its shade)."""
-    image = pytest.importorskip("matplotlib.image").imread(path)  # [H, W, 4] float32
-    colors = pytest.importorskip("matplotlib.colors")
-    near = np.abs(image[..., :3] - np.array(colors.to_rgb(color))).max(axis=-1) < 0.01
-    return near.sum() > 20
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
@@ -144,20 +118,6 @@ def test_group_curves():
     np.testing.assert_allclose(both.high, 4 * both.x)
 
 
-def test_command_with_several_runs(tmp_path):
-    pytest.importorskip("matplotlib")
-    here, runs = tmp_path / "here", tmp_path / "runs"
-    here.mkdir()
-    make_run(runs, "a", [0.0, 5.0, 9.0])
-    b = make_run(runs, "b", [9.0, 5.0, 0.0])
-    result = run_plot("a", b, "latest", "--savedir", runs, "--smooth", 1, cwd=here)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "Drawn to plot.png\n"
-    assert has_color(here / "plot.png", "C0")
-    assert has_color(here / "plot.png", "C1")
-    assert not has_color(here / "plot.png", "C2")  # latest is b, drawn once.
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -203,15 +163,6 @@ def drawn(tmp_path, monkeypatch):
         return texts
 
     return draw
-
-
-def test_the_title_has_the_protocol(tmp_path, drawn):
-    make_run(tmp_path, "a-1", [0.0, 5.0], PONG)
-    (title,) = drawn("a-1")
-    assert title.split("\n") == [
-        "a-1",
-        "Atari pong, sticky_actions 0.0, life_loss True",
-    ]
 
 
 def test_the_legend_says_what_differs(tmp_path, drawn):

@@ -1,4 +1,3 @@
-import contextlib
 import gzip
 import json
 import os
@@ -140,23 +139,6 @@ def test_damaged_logs(tmp_path, capsys, damage):
     with pytest.raises(SystemExit, match="2"):
         report.main([str(path), "--savedir", str(tmp_path)])
     assert "is damaged: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("[" * 90_000, '{"args": []}', '{"args": {"env": 3}}', '{"date_start": "x"}'),
-        *('{"hardware": [1]}', '{"args": {"env": "a", "env_kwargs": "[["}}'),
-    ],
-)
-def test_a_damaged_meta_json(tmp_path, capsys, text):
-    """It is ignored, or named in a message."""
-    path = make_run(tmp_path)
-    (path / "meta.json").write_text(text)
-    with contextlib.suppress(SystemExit):
-        report.main([str(path)])
-    error = capsys.readouterr().err
-    assert not error or "Cannot report: meta.json or test.json of a" in error
 
 
 # --- Groups ---

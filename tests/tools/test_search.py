@@ -103,27 +103,6 @@ def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
     assert [trial.state for trial in again.study.trials] == [STATE.FAIL]
 
 
-def test_a_trial_that_can_not_be_run(tmp_path):
-    """Its flags do not fit together: it has failed, and the others go on."""
-    space = [("x", "int:1:4")]
-
-    def make_jobs(name, settings):
-        if settings["x"] == 2:
-            raise FlagError("2 does not divide 3")
-        return []
-
-    def open_study():
-        return search.Search(tmp_path / "study.db", space, ["same"], make_jobs)
-
-    study = open_study()
-    study.study.enqueue_trial({"x": 2})
-    assert list(study.jobs(3)) == []
-    states = [trial.state for trial in study.study.trials]
-    assert states[0] == STATE.FAIL
-    assert len(states) == 3
-    open_study()
-
-
 def test_the_return_of_an_evaluation_counts(tmp_path):
     def final_return(*rows, eval_interval=0):
         flags = {"eval_interval": eval_interval}

@@ -22,8 +22,8 @@ FOREVER = 10**9
 def refused(tmp_path, capsys, caplog):
     """Starts a sweep that is refused; returns its message. No folder is left."""
 
-    def start(*own, status, variant="monobeast", **flags):
-        words = sweeps.words(tmp_path, *own, variant=variant, **flags)[3:]
+    def start(*own, status, **flags):
+        words = sweeps.words(tmp_path, *own, **flags)[3:]
         before = set(tmp_path.iterdir())
         with caplog.at_level(logging.INFO):
             if status == 2:  # argparse
@@ -197,7 +197,6 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
     ("own", "flags", "status", "message"),
     [
         (["--grid", "alfa=1"], {}, 1, "monobeast has no flag --alfa"),
-        (["--grid", "learning_rate=1,-1"], {}, 1, "--learning_rate must be"),
         (["--grid", "num_buffers=1"], {}, 1, "--num_buffers 1 is too small"),
         (["--grid", "entropy_cost"], {}, 2, "is not of the form FLAG=VALUES"),
         (["--grid", "seed=1,2"], {}, 2, "seed can't be varied like this"),
@@ -206,18 +205,11 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", "alpha=0.9", "--grid", "alpha=0.8"], {}, 2, "alpha is given twice"),
         (["--name", "a/b"], {}, 1, "must be a plain name"),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),
-        (["--search", "alfa=int:1:2"], {}, 1, "monobeast has no flag --alfa"),
         ([], {"seed": 3}, 1, "give --seeds and --name in place of --seed"),
-        ([], {"variant": "impala"}, 2, "after -- comes monobeast or polybeast"),
     ],
 )
 def test_what_can_not_work(refused, own, flags, status, message):
     assert message in refused(*own, status=status, **flags)
-
-
-@pytest.mark.parametrize(("text", "seeds"), [("4", [4]), ("7,1-2,1", [7, 1, 2])])
-def test_lists_of_seeds(text, seeds):
-    assert sweep.grid.seed_list(text) == seeds
 
 
 @pytest.mark.parametrize(
