@@ -305,59 +305,6 @@ class Digits(Blank):
         return self.observation, reward, self.steps == 5, False, {}
 
 
-class SignsInNetHack(gym.Env):
-    """Read four signs in NLE's parts of an observation; then the next four.
-
-    They are the glyph to the right of the hero, who is only in blstats; the half of the
-    map that is water; whether the hero is badly hurt; and the message. Reward: the
-    share of the signs that the action names.
-    """
-
-    GLYPHS, HEIGHT, WIDTH = 5977, 21, 79
-    STONE, WATER, FLOOR = 2359, 2391, (2371, 2378)
-    X, Y, HIT_POINTS, GOLD = 0, 1, 10, 13  # places in blstats
-    MESSAGES = ("You see here a gold piece.", "The door is locked.")
-    LENGTH = 10
-
-    size = (HEIGHT, WIDTH)
-    limits = np.iinfo(np.int32)
-    parts = (
-        ("glyphs", spaces.Box(0, GLYPHS - 1, size, np.int16)),
-        ("blstats", spaces.Box(limits.min, limits.max, (27,), np.int64)),
-        ("message", spaces.Box(0, 255, (256,), np.uint8)),
-    )
-    observation_space = spaces.Dict(dict(parts))
-    action_space = spaces.MultiDiscrete([2, 2, 2, 2])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return self._observation(), {}
-
-    def step(self, action):
-        reward = float(np.mean(action == self.signs))
-        self.steps += 1
-        return self._observation(), reward, self.steps == self.LENGTH, False, {}
-
-    def _observation(self):
-        random = self.np_random
-        self.signs = random.integers(2, size=4)
-        beside, half, hurt, text = self.signs
-        glyphs = np.full((self.HEIGHT, self.WIDTH), self.STONE, np.int16)
-        np.array_split(glyphs, 2, axis=1)[half][:] = self.WATER
-        x, y = random.integers(self.WIDTH - 1), random.integers(self.HEIGHT)
-        room = glyphs[max(y - 2, 0) : y + 3, max(x - 2, 0) : x + 3]
-        room[:] = random.choice(self.FLOOR, room.shape)
-        glyphs[y, x + 1] = self.FLOOR[beside]
-        blstats = np.zeros(27, np.int64)
-        blstats[[self.X, self.Y, self.GOLD]] = x, y, random.integers(1_000_000)
-        blstats[self.HIT_POINTS] = random.integers(1, 9) if hurt else 300
-        message = np.frombuffer(
-            self.MESSAGES[text].encode().ljust(256, b"\0"), np.uint8
-        )
-        return {"glyphs": glyphs, "blstats": blstats, "message": message}
-
-
 class SlowWhileMarked(gym.Wrapper):
     """For --wrapper: each step takes 20 ms while there is a file SLOW_FILE."""
 

@@ -77,7 +77,6 @@ def loss_of(
     progress=0.0,
     distribution=DISTRIBUTION,
     auxiliary_losses=lambda *_: {},
-    module=learner,
     **changes,
 ):
     """The total loss and its columns, as the learner gets them from its model."""
@@ -89,9 +88,9 @@ def loss_of(
         return outputs, state
 
     model.distribution, model.auxiliary_losses = distribution, auxiliary_losses
-    loss = module.make_loss(flags, model)
+    loss = learner.make_loss(flags, model)
     fake = Replaying(flags=flags, model=model, loss=loss)
-    total, sums, columns = module.model_loss(fake, rows, (), progress)
+    total, sums, columns = learner.model_loss(fake, rows, (), progress)
     return total, means.fetch(join_columns(sums, columns), sums)()
 
 
