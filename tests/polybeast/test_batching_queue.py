@@ -1,13 +1,12 @@
 """libtorchbeast.BatchingQueue."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from libtorchbeast import BatchingQueue, ClosedBatchingQueue
+from libtorchbeast import BatchingQueue
 
 T, B, A = 5, 6, 7
 
@@ -15,19 +14,6 @@ T, B, A = 5, 6, 7
 def leaf(value, width=1, shape=(T, 2)):
     """[T, width, 2] of `value`."""
     return np.full((shape[0], width, *shape[1:]), value, np.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("batch_dim", 8),
-        ("minimum_batch_size", 0),
-        ("timeout_ms", float("nan")),
-    ],
-)
-def test_bad_sizes_are_value_errors(name, value):
-    with pytest.raises(ValueError, match=rf"{name.removesuffix('_ms')}.*(-|\d|nan)"):
-        BatchingQueue(**{name: value})
 
 
 def test_joins_along_the_batch_dimension():
@@ -57,20 +43,6 @@ def test_items_without_a_batch_are_value_errors_that_name_the_place():
         queue.enqueue((leaf(0), {"x": np.zeros(3)}))
     with pytest.raises(ValueError, match=r"the root.*0 dimensions"):
         queue.enqueue(torch.tensor(1.0))
-
-
-def test_close():
-    queue = BatchingQueue()
-    with ThreadPoolExecutor() as pool:
-        consumers = [pool.submit(list, queue) for _ in range(3)]
-        queue.close()
-        assert [c.result(timeout=10) for c in consumers] == [[], [], []]
-    assert queue.is_closed()
-    with pytest.raises(RuntimeError, match="closed already"):
-        queue.close()
-    with pytest.raises(ClosedBatchingQueue):
-        queue.enqueue(leaf(0))
-    assert issubclass(ClosedBatchingQueue, RuntimeError)
 
 
 def test_enqueue_on_a_full_queue_lets_other_threads_consume():

@@ -62,22 +62,6 @@ def test_servers_get_greedy_or_sampled_actions(tmp_path, serve, greedy, module):
     assert result["policy"] == ("greedy" if greedy else "sampled")
 
 
-def test_the_typed_side_is_the_one(tmp_path, serve):
-    """The training listened. Its test connects to servers."""
-    runs.run(tmp_path, "a", **runs.SMALL)
-    path = tmp_path / "a" / "model.tar"
-    saved = torch.load(path, weights_only=True)
-    saved["flags"] |= {"listen": "localhost:1"}
-    torch.save(saved, path)
-    (address,) = serve(bind="localhost:0").addresses(1)
-    flags = {"server_addresses": address, "num_test_episodes": 3}
-    result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
-    assert result["num_games"] == 3
-    process = start_test(tmp_path, **flags, listen="localhost:2")
-    assert "--server_addresses connects to them: give one" in runs.finish(process)
-    assert process.returncode == 1
-
-
 def test_a_killed_server_costs_its_games_only(tmp_path, serve):
     runs.run(tmp_path, "a", **runs.SMALL)
     servers = serve(bind="localhost:0", num_servers=2)

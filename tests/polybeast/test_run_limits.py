@@ -81,11 +81,6 @@ def test_a_stream_counts_until_its_last_step():
     run.ends(TransportError, "no connection", after=0.1)
 
 
-def test_a_connection_that_is_not_open_does_not_count():
-    run = Scene(60.0, last_error="lost")
-    run.ends(TransportError, "no connection", after=61, a=AWAY)
-
-
 def test_suspended_time_does_not_count():
     run = Scene(60.0, last_error="lost")
     run.check(after=1000, facts={"was_suspended": True})

@@ -3,8 +3,7 @@
 import pytest
 import servers
 from certificates import Certificates
-from servers import Run
-from test_env_server import Env, T, serving, zero
+from test_env_server import Env, T, serving
 
 from libtorchbeast import (
     ActorPool,
@@ -14,8 +13,6 @@ from libtorchbeast import (
     TransportError,
     probe,
 )
-
-# --- Addresses ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -45,15 +42,14 @@ def test_plain_tcp_beyond_this_machine_is_refused():
         assert probe(f"127.0.0.1:{port}")["num_envs"] == 1
 
 
-# --- Token and TLS --------------------------------------------------------------------
-
-
-def test_security_shows_no_secret_and_cannot_be_changed(tls):
+def test_security_shows_no_secret_and_cannot_be_changed(tmp_path):
     assert repr(Security()) == "Security()"
-    security = Security(token="sesame", insecure=True, **identity(tls, "ours-server"))
+    made = Certificates(tmp_path)
+    made.make("server", "DNS:beast.example")
+    security = Security(token="sesame", insecure=True, **made.identity("server"))
     expected = "Security(tls_cert=..., tls_key=..., token=..., insecure=True)"
     assert repr(security) == expected
-    assert repr(Security(tls=True, **NAME)) == (
+    assert repr(Security(tls=True, tls_server_name="beast.example")) == (
         "Security(tls=True, tls_server_name='beast.example')"
     )
     with pytest.raises(AttributeError):
@@ -63,40 +59,16 @@ def test_security_shows_no_secret_and_cannot_be_changed(tls):
     assert "sesame" not in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory):
-    """A directory with certificates of our own and of a foreign authority."""
-    certificates = Certificates(tmp_path_factory.mktemp("tls"))
-    for authority in ("ours", "foreign"):
-        certificates.make(f"{authority}-server", "DNS:beast.example", authority)
-        certificates.make(f"{authority}-client", "DNS:me", authority)
-    return certificates.folder
-
-
-NAME = {"tls_server_name": "beast.example"}
-
-
-def identity(tls, name):
-    return {"tls_cert": tls / f"{name}.pem", "tls_key": str(tls / f"{name}.key")}
-
-
-def test_tls(tls):
-    ours = Security(**identity(tls, "ours-server"))
-    right = Security(tls_ca=tls / "ours.pem", **NAME)
+def test_tls(tmp_path):
+    made = Certificates(tmp_path)
+    made.make("server", "DNS:beast.example")
+    ours = Security(**made.identity("server"))
+    name = {"tls_server_name": "beast.example"}
     with serving(Env, "127.0.0.1:0", security=ours) as server:
+        right = Security(**made.ca(), **name)
         assert probe(server.address, security=right)["num_envs"] == 1
-        for wrong in (
-            Security(tls_ca=tls / "foreign.pem", **NAME),  # another authority
-            Security(
-                tls_ca=tls / "ours.pem"
-            ),  # the certificate's name is not the host's
-            Security(),  # no TLS
-        ):
+        # Another authority, another name than the host's, no TLS.
+        foreign = Security(**made.ca("foreign"), **name)
+        for wrong in (foreign, Security(**made.ca()), Security()):
             with pytest.raises(TransportError):
                 probe(server.address, security=wrong)
-        with Run([server.address], zeros, security=right) as run:
-            assert next(run.queue)[0][0][0].shape == (T + 1, 1, 3)
-
-
-def zeros(_):
-    return (zero(0),), ()
