@@ -13,7 +13,6 @@ from examples.exploration.common import EpisodicCounts
 from examples.exploration.counts import Counts
 from examples.exploration.rnd import RND
 from torchbeast.base.errors import FlagError
-from torchbeast.core.columns import ColumnError
 from torchbeast.core.distributions import make_distribution
 from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn
@@ -236,21 +235,6 @@ def test_the_shape_of_what_a_method_returns_is_checked(field, monkeypatch):
     match = rf"the {field} has the shape \[{T - 1}, {B}, 1\], not .* \[{T - 1}, {B}\]"
     with pytest.raises(ValueError, match=match):
         learner.explorer.explore(batch)
-
-
-@pytest.mark.parametrize(
-    "name", ["mean_intrinsic_reward", "explorer_loss", "entropy", "step"]
-)
-def test_a_column_named_like_another_is_refused(name, monkeypatch):
-    learner = make_learner("--explorer", RANDOM)
-    explore = learner.explorer.method.explore
-
-    def with_column(rows, valid):
-        return explore(rows, valid)._replace(columns={name: torch.tensor(1.0)})
-
-    monkeypatch.setattr(learner.explorer.method, "explore", with_column)
-    with pytest.raises(ColumnError, match=f"two columns named {name}"):
-        learn(learner, *make_batch(learner)).finish()
 
 
 @pytest.mark.parametrize("method", ["Broken", "Steep"])

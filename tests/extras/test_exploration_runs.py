@@ -1,10 +1,8 @@
 """Real runs with the methods of examples/exploration."""
 
-import numpy as np
 import pytest
 import runs
 import torch
-from environments import CombinationLock
 from test_exploration_methods import NAMES
 from test_polybeast_sync import assert_logs_agree
 
@@ -64,37 +62,3 @@ def test_a_run_with_replay_of_episodes(tmp_path, name):
     rows = [x for x in runs.read_logs(tmp_path, "a") if x.get("total_loss")]
     assert len(rows) > 20
     assert any(float(row["mean_intrinsic_reward"]) > 0 for row in rows)
-
-
-QUICK_LEARNING = {
-    "preset": "classic-control",
-    "num_actors": 2,
-    "envs_per_actor": 4,
-    "batch_size": 8,
-    "reward_clipping": "none",
-}
-# Random play opens the lock in one of 65,536 episodes. These runs have about 12,000.
-LOCK = {
-    **QUICK_LEARNING,
-    "env": "environments:CombinationLock",
-    "unroll_length": CombinationLock.LENGTH,
-    "total_steps": 24_000,
-}
-
-
-def train(folder, name, **flags):
-    """In MonoBeast. PolyBeast makes the same updates, see above."""
-    runs.run(folder, "a", 480, explorer=ALL[name], **flags)
-    return runs.read_logs(folder, "a")
-
-
-def mean(rows, name):
-    return np.mean([float(row[name] or 0) for row in rows])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", ["ride", "noveld", "e3b"])
-def test_what_random_play_does_not_find(tmp_path, name):
-    rows = train(tmp_path, name, **LOCK)
-    assert mean(rows[-10:], "mean_game_return") > 0.3

@@ -102,21 +102,6 @@ def test_old_class_without_gym():
     envs.close()
 
 
-def test_an_old_class_in_a_window(monkeypatch):
-    """Gymnasium's environments draw in reset() and step(), old ones in render()."""
-    modes = []
-
-    def render(self, mode="human"):
-        modes.append(mode)
-
-    monkeypatch.setattr(OldStyle, "render", render)
-    envs = Environment(env_flags(here(OldStyle)), 1, render_mode="human")
-    envs.initial()
-    envs.step(np.array([2]))
-    assert modes == ["human", "human"]
-    envs.close()
-
-
 def test_old_api_on_gymnasium_class():
     flags = env_flags(here(OldStyleOnGymnasium))
     assert isinstance(create_env(flags), OldGymAdapter)

@@ -88,7 +88,8 @@ def test_rows_are_what_the_game_gives_by_hand(env, arguments):
     def make():
         return find_object("--env", env)(**arguments)
 
-    N, G, first = len(make().possible_agents), 2, 4
+    agents = make().possible_agents
+    N, G, first = len(agents), 2, 4
     flags = env_flags(env, env_kwargs=json.dumps(arguments))
     random = np.random.default_rng(1)
     with contextlib.closing(Environment(flags, G * N, first)) as envs:
@@ -109,24 +110,13 @@ def test_rows_are_what_the_game_gives_by_hand(env, arguments):
                     if wanted["there"]:
                         seen["some"] += not all(x["there"] for x in by_agent)
                         seen["truncated"] += wanted.get("truncated", False)
-                        agent = make_once(make).possible_agents[i]
+                        found = row["observation"]["observation"][g * N + i]
+                        expected = np.asarray(observations[agents[i]])
                         np.testing.assert_array_equal(
-                            row["observation"]["observation"][g * N + i],
-                            np.asarray(observations[agent]).astype(
-                                row["observation"]["observation"].dtype
-                            ),
+                            found, expected.astype(found.dtype)
                         )
         assert seen["some"] or "spread" in env
         assert seen["truncated"], "nothing to see"
-
-
-KEPT = {}
-
-
-def make_once(make):
-    if make not in KEPT:
-        KEPT[make] = make()
-    return KEPT[make]
 
 
 def check_row(envs, row, e, i, wanted):

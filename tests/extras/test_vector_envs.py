@@ -19,7 +19,6 @@ from torchbeast.envs import extra_fields
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
 from torchbeast.envs.seeded_games import game_seed
-from torchbeast.envs.values import InvalidEnvironmentError
 
 E = 3
 FIELDS = {
@@ -233,37 +232,6 @@ def test_rows_are_those_of_single_environments(mode, monkeypatch):
 def test_what_can_not_be_used_is_refused(name, flags, words):
     with pytest.raises(UserError, match=words):
         make(name, **flags)
-
-
-class Wrong(OneSeed):
-    """Truncates each game after two steps. `fault` says what it does wrong."""
-
-    def __init__(self, num_envs, fault):
-        super().__init__(num_envs)
-        self.fault, self.steps = fault, 0
-
-    def step(self, actions):
-        self.steps += 1
-        ended = np.full(self.num_envs, self.steps % 2 == 0)
-        reward, seen = np.ones(E), self.reset()[0]
-        if ended.all() and self.fault == "rewards":
-            reward = reward[:, None]
-        return seen, reward, ~ended & ended, ended, {"final_obs": seen[:, :1]}
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("rewards", r"step\(\) returned float64 \[3, 1\].* for each of 3"),
-        ("final shape", r"returned float32 \[1\]"),
-    ],
-)
-def test_what_breaks_a_rule_ends_it(fault, words):
-    env = make("Wrong", env_kwargs=json.dumps({"fault": fault}))
-    env.initial()
-    env.step(np.zeros(E, int))
-    with pytest.raises(InvalidEnvironmentError, match=words):
-        env.step(np.zeros(E, int))
 
 
 def test_a_sync_run_that_saves_is_refused(tmp_path):
