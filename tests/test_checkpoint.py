@@ -1,18 +1,13 @@
 import os
-import pathlib
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-import runs
 import torch
+from test_files import names, run_python
 from watched_runs import mount_namespace, small_disk
 
 from torchbeast.runs import checkpoint
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def make_state(version):
@@ -49,21 +44,6 @@ def assert_equal(left, right):
             assert_equal(one, other)
     else:
         assert left == right
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def run_python(code, *arguments, prefix=()):
-    return subprocess.run(
-        [*prefix, sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=runs.patience(100),
-    )
 
 
 def test_round_trip_and_previous(tmp_path):

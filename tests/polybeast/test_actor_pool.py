@@ -185,11 +185,6 @@ def test_every_row_by_name(address):
     assert sorted(followers) == list(range(E))
 
 
-def zeros(inputs):
-    (_, _, done, *_), _ = inputs
-    return (torch.zeros(done.shape, dtype=torch.int64),), ()
-
-
 # --- Faults ---------------------------------------------------------------------------
 
 

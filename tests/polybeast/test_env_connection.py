@@ -331,7 +331,7 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
     bad = [join(address, **{**flags, **change}) for change, _ in cases]
     for environments, (_, words) in zip(bad, cases, strict=True):
         environments.assert_refused(address, "server 0 can't join", *words)
-    with servers.Run([], act_zero, (), listener=listener, batch=3) as run:
+    with servers.Run([], servers.play_first, (), listener=listener, batch=3) as run:
         wait_until(lambda: run.pool.stats()["num_connected"] == 2, "both play", SECONDS)
         starts = []
         while len(starts) < 6:
@@ -345,10 +345,3 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
         environments.wait_for(f"Waiting for a learner at {address}: ")
         environments.wait_for("Connection refused")
         environments.assert_ends_when_asked()
-
-
-def act_zero(inputs):
-    import torch
-
-    (_, _, done, *_), _ = inputs
-    return (torch.zeros(done.shape, dtype=torch.int64),), ()

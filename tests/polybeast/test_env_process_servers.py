@@ -4,9 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 from gymnasium import spaces
-from servers import Run
+from servers import Run, play_first
 from test_env_process import check_flood, check_selfish
 from watched_runs import wait_until
 
@@ -51,11 +50,6 @@ class Placed:
         self.note()
 
 
-def act(inputs):
-    _, state = inputs
-    return (torch.zeros(1, 1, dtype=torch.int64),), state
-
-
 def test_a_server_hosts_one_stream_at_a_time(tmp_path):
     """In the thread that calls run(); others have threads of their own."""
     lives = []
@@ -71,12 +65,12 @@ def test_a_server_hosts_one_stream_at_a_time(tmp_path):
     def use():
         try:
             libtorchbeast.probe(address)
-            with Run([address], act) as first:
+            with Run([address], play_first) as first:
                 next(iter(first.queue))
-                with Run([address], act) as second:
+                with Run([address], play_first) as second:
                     next(iter(second.queue))
             wait_until(lambda: server.stats()["num_streams"] == 0, "both have left")
-            with Run([address], act) as third:
+            with Run([address], play_first) as third:
                 next(iter(third.queue))
         finally:
             server.stop()

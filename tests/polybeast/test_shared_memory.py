@@ -6,16 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from servers import Run, ServerProcess
+from servers import Run, ServerProcess, play_first
 from watched_runs import wait_until
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def zeros(inputs):
-    (_, _, done, *_), _ = inputs
-    return (torch.zeros(done.shape, dtype=torch.int64),), ()
 
 
 def num_mappings(pid="self"):
@@ -31,7 +25,7 @@ def take(run, count):
 def test_a_killed_server_is_noticed_at_once_and_nothing_is_left(address):
     with ServerProcess("Coded", address) as server:
         own = num_mappings()
-        with Run([address], zeros, step_timeout_s=60) as run:
+        with Run([address], play_first, step_timeout_s=60) as run:
             take(run, 3)
             before = num_mappings()
             # A stream that waits for room in the queue notices nothing.
@@ -50,7 +44,7 @@ def test_a_stopped_server_costs_its_stream_only(tmp_path):
     with (
         ServerProcess("Coded", addresses[0]) as stopped,
         ServerProcess("Coded", addresses[1]),
-        Run(addresses, zeros, step_timeout_s=1) as run,
+        Run(addresses, play_first, step_timeout_s=1) as run,
     ):
 
         def has(count):

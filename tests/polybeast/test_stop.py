@@ -8,8 +8,7 @@ import time
 
 import pytest
 import runs
-import torch
-from servers import Run
+from servers import Run, play_first
 
 from libtorchbeast import Listener
 
@@ -138,10 +137,6 @@ class Process:
         self.process.communicate()
 
 
-def zeros(inputs):
-    return (torch.zeros(1, inputs[0][1].shape[1], dtype=torch.int64),), ()
-
-
 @pytest.mark.parametrize(
     ("end", "where", "how"),
     [
@@ -155,7 +150,7 @@ def test_a_server_leaves_environments_behind_that_hang(end, where, how, tmp_path
     path = tmp_path / "socket"
     with (
         Process(f"unix:{path}", end, where, how) as process,
-        Run([f"unix:{path}"], zeros, seed=1) as run,
+        Run([f"unix:{path}"], play_first, seed=1) as run,
     ):
         process.expect("hangs")
         out, errors, seconds = process.end()
@@ -174,7 +169,7 @@ def test_a_client_leaves_its_environment_behind_if_it_hangs(how, tmp_path):
     listener = Listener(f"unix:{tmp_path}/socket")
     listener.start()
     with (
-        Run([], zeros, listener=listener),
+        Run([], play_first, listener=listener),
         Process(listener.address, "client", "step", how) as process,
     ):
         process.expect("hangs")
@@ -189,7 +184,7 @@ def test_an_environment_stops_its_server(end, tmp_path):
     address = f"unix:{tmp_path}/socket"
     with (
         Process(address, end, "step", "stops") as process,
-        Run([address], zeros),
+        Run([address], play_first),
     ):
         process.expect("hangs")
         began = time.monotonic()
@@ -208,7 +203,7 @@ def test_ctrl_c_during_a_step_ends_the_main_thread(end, tmp_path):
         listener.start()
     with (
         Process(address, end, "step", "sleeps") as process,
-        Run([] if listener else [address], zeros, listener=listener),
+        Run([] if listener else [address], play_first, listener=listener),
     ):
         process.expect("hangs")
         process.interrupt()
