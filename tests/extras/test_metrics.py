@@ -1,6 +1,5 @@
 """--metrics_port: what Prometheus and probes get from real runs and servers."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -44,16 +43,6 @@ def scrape(port):
     return {x.name: x.value for family in families for x in family.samples}
 
 
-@contextlib.contextmanager
-def killed(process):
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
     if module.endswith("polybeast"):
@@ -61,18 +50,16 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
     flags = {**runs.SMALL, "module": module, "batch_size": 3, "total_steps": 10**9}
     (tmp_path / "mirror").mkdir()
     more = {"metrics_port": port, "mirror": tmp_path / "mirror"}
-    with killed(runs.start(tmp_path, "a", **flags, **more)) as run:
-        runs.wait_for_rows(run, tmp_path, "a", 60, 150)
-        found, scraped = scrape(port), time.time()
-        assert get(port, "/livez") == get(port, "/readyz") == (200, "ok\n")
-        runs.wait_for_rows(run, tmp_path, "a", 100, 150)
-        with killed(runs.start(tmp_path, "b", **flags, metrics_port=port)) as other:
-            output = runs.finish(other, 150)
-        assert other.returncode == 1
-        assert f"--metrics_port {port}: Address already in use" in output
-        assert "Traceback" not in output
-        os.kill(run.pid, signal.SIGINT)
-        output = runs.finish(run, 150)
+    run = runs.start(tmp_path, "a", **flags, **more)
+    runs.wait_for_rows(run, tmp_path, "a", 60, 150)
+    found, scraped = scrape(port), time.time()
+    assert get(port, "/livez") == get(port, "/readyz") == (200, "ok\n")
+    runs.wait_for_rows(run, tmp_path, "a", 100, 150)
+    output = runs.run(tmp_path, "b", 150, status=1, **flags, metrics_port=port)
+    assert f"--metrics_port {port}: Address already in use" in output
+    assert "Traceback" not in output
+    os.kill(run.pid, signal.SIGINT)
+    output = runs.finish(run, 150)
     assert run.returncode == 130, output
     assert get(port, "/livez") is None
     rows = runs.read_logs(tmp_path, "a")
@@ -104,30 +91,30 @@ def test_environment_servers(tmp_path, port):
     }
     words = runs.command(tmp_path, "", "torchbeast.polybeast_env", **flags)
     del words[3:7]  # --savedir and --xpid
-    with killed(runs.start_words(words)) as servers:
-        watched_runs.wait_until(lambda: get(port, "/livez"), "an answer", 60)
-        seen = set()
-        deadline = time.monotonic() + 150
-        while (ready := get(port, "/readyz")) != (200, "ok\n"):
-            seen.add(ready)
-            assert get(port, "/livez") == (200, "ok\n")
-            assert time.monotonic() < deadline, seen
-        assert any(x and x[0] == 503 for x in seen), seen
-        found = scrape(port)
-        assert found["torchbeast_servers_ready"] == 2
-        assert found["torchbeast_server_starts_total"] == 2
-        pid = next(
-            x.pid
-            for x in watched_runs.processes_of_session(servers.pid)[::-1]
-            if "spawn_main" in x.command
-        )
-        os.kill(pid, signal.SIGKILL)
-        watched_runs.wait_until(
-            lambda: scrape(port)["torchbeast_server_starts_total"] == 3, "a start", 60
-        )
-        watched_runs.wait_until(lambda: get(port, "/readyz")[0] == 200, "ready", 60)
-        os.kill(servers.pid, signal.SIGTERM)
-        runs.finish(servers, 60)
+    servers = runs.start_words(words)
+    watched_runs.wait_until(lambda: get(port, "/livez"), "an answer", 60)
+    seen = set()
+    deadline = time.monotonic() + 150
+    while (ready := get(port, "/readyz")) != (200, "ok\n"):
+        seen.add(ready)
+        assert get(port, "/livez") == (200, "ok\n")
+        assert time.monotonic() < deadline, seen
+    assert any(x and x[0] == 503 for x in seen), seen
+    found = scrape(port)
+    assert found["torchbeast_servers_ready"] == 2
+    assert found["torchbeast_server_starts_total"] == 2
+    pid = next(
+        x.pid
+        for x in watched_runs.processes_of_session(servers.pid)[::-1]
+        if "spawn_main" in x.command
+    )
+    os.kill(pid, signal.SIGKILL)
+    watched_runs.wait_until(
+        lambda: scrape(port)["torchbeast_server_starts_total"] == 3, "a start", 60
+    )
+    watched_runs.wait_until(lambda: get(port, "/readyz")[0] == 200, "ready", 60)
+    os.kill(servers.pid, signal.SIGTERM)
+    runs.finish(servers, 60)
 
 
 def run_with(**flags):

@@ -26,33 +26,23 @@ ENDLESS = {**runs.SMALL, "total_steps": 10**9, "checkpoint_interval": 0.5}
 
 
 @pytest.fixture
-def kill_later():
-    started = []
-    yield lambda process: started.append(process) or process
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.fixture
-def s3(monkeypatch, kill_later, tmp_path):
-    """Starts a server with an empty bucket; returns its port and its process."""
+def s3(monkeypatch):
+    """Starts a server with an empty bucket; returns its port."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
+
+    started = []
 
     def start(**variables):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
-        process = kill_later(
-            subprocess.Popen(
-                list(map(str, words)),
-                env={**os.environ, **variables},
-                start_new_session=True,
-                stderr=subprocess.DEVNULL,
-            )
+        process = subprocess.Popen(
+            list(map(str, words)),
+            env={**os.environ, **variables},
+            stderr=subprocess.DEVNULL,
         )
+        started.append(process)
 
         def listens():
             with (
@@ -70,9 +60,12 @@ def s3(monkeypatch, kill_later, tmp_path):
         }.items():
             monkeypatch.setenv(name, value)
         at(port).mkdir("bucket")
-        return port, process
+        return port
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def at(port):
@@ -120,17 +113,17 @@ def soon(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["monobeast on s3", "polybeast on a disk"])
-def test_a_killed_run_goes_on_on_an_empty_machine(tmp_path, s3, kill_later, kind):
+def test_a_killed_run_goes_on_on_an_empty_machine(tmp_path, s3, kind):
     module = f"torchbeast.{kind.partition(' ')[0]}"
     if "polybeast" in kind:
         pytest.importorskip("libtorchbeast", exc_type=ImportError)
         copies, url = fsspec.filesystem("file"), str(tmp_path / "mirror")
         (tmp_path / "mirror").mkdir()
     else:
-        copies, url = at(s3()[0]), "s3://bucket/of/runs"
+        copies, url = at(s3()), "s3://bucket/of/runs"
     root = url.removeprefix("s3://") + "/mine"
     flags = {**ENDLESS, "module": module, "batch_size": 3}
-    run = kill_later(runs.start(tmp_path / "a", "mine", **flags, mirror=url))
+    run = runs.start(tmp_path / "a", "mine", **flags, mirror=url)
     copies.invalidate_cache()
 
     def step():

@@ -31,7 +31,6 @@ BOTH = pytest.mark.parametrize("flags", [MONO, POLY], ids=["mono", "poly"])
 FOREVER = 10**9
 # Ray and its actors start in 15 s, but on a busy machine in minutes.
 PATIENCE = 300
-STARTED: list[subprocess.Popen] = []
 # One at a time: they look for any Ray actor on this machine.
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("ray")]
 
@@ -47,28 +46,14 @@ def ray_actors():
 
 
 @pytest.fixture(autouse=True)
-def ended(monkeypatch):
-    """Ends the runs that a test has started.
-
-    Ray gives its actors the priority 15, with which other tests leave them no CPU.
-    """
+def priority(monkeypatch):
+    """Ray gives its actors 15, with which other tests leave them no CPU."""
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    yield
-    while STARTED:
-        process = STARTED.pop()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def start(*arguments, **flags):
-    STARTED.append(runs.start(*arguments, **flags))
-    return STARTED[-1]
 
 
 def start_learning(folder, **flags):
     """A run without end that has learned something."""
-    process = start(folder, "ray", **{**flags, "total_steps": FOREVER})
+    process = runs.start(folder, "ray", **{**flags, "total_steps": FOREVER})
     runs.wait_for_rows(process, folder, "ray", 20, timeout=PATIENCE)
     return process
 
@@ -283,7 +268,7 @@ def test_an_environment_raises(tmp_path, flags, monkeypatch):
 )
 @BOTH
 def test_what_can_not_work(tmp_path, flags, wrong, words):
-    process = start(tmp_path, "ray", **{**flags, **wrong})
+    process = runs.start(tmp_path, "ray", **{**flags, **wrong})
     output = finish(process)
     assert process.returncode == 1
     assert words in output
@@ -292,6 +277,6 @@ def test_what_can_not_work(tmp_path, flags, wrong, words):
 
 def test_no_room_at_the_start(tmp_path):
     output = finish(
-        start(tmp_path, "ray", **MONO | {"num_actors": 200, "actor_timeout": 20})
+        runs.start(tmp_path, "ray", **MONO | {"num_actors": 200, "actor_timeout": 20})
     )
     assert "Ray did not start 200 actors within 20 s" in output

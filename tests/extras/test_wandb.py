@@ -77,26 +77,22 @@ def test_the_service_of_weights_and_biases_is_killed(tmp_path, monkeypatch):
     process = runs.start(
         tmp_path, "a", **runs.SMALL | {"total_steps": 10**9}, wandb="p"
     )
-    try:
-        runs.wait_for_rows(process, tmp_path, "a", 10, timeout=200)
-        services = []
-        everyone = subprocess.run(
-            ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True
-        ).stdout
-        for line in everyone.splitlines():
-            pid, parent, command = line.split(maxsplit=2)
-            if int(parent) == process.pid and "wandb" in command:
-                services.append(int(pid))
-        assert services
-        for pid in services:
-            os.kill(pid, signal.SIGKILL)
-        rows = len(runs.read_logs(tmp_path, "a"))
-        runs.wait_for_rows(process, tmp_path, "a", rows + 300, timeout=200)
-        os.kill(process.pid, signal.SIGINT)
-        output = runs.finish(process, 150)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    runs.wait_for_rows(process, tmp_path, "a", 10, timeout=200)
+    services = []
+    everyone = subprocess.run(
+        ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True
+    ).stdout
+    for line in everyone.splitlines():
+        pid, parent, command = line.split(maxsplit=2)
+        if int(parent) == process.pid and "wandb" in command:
+            services.append(int(pid))
+    assert services
+    for pid in services:
+        os.kill(pid, signal.SIGKILL)
+    rows = len(runs.read_logs(tmp_path, "a"))
+    runs.wait_for_rows(process, tmp_path, "a", rows + 300, timeout=200)
+    os.kill(process.pid, signal.SIGINT)
+    output = runs.finish(process, 150)
     assert process.returncode == 130, output
     assert output.count("Weights & Biases") == 1
     assert "Saved" in output
