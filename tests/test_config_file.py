@@ -77,25 +77,14 @@ def test_a_checkpoint_loses(write):
     [
         ("sed = 3", "a.toml", "there is no flag sed"),
         ("seed = ", "a.toml", "a.toml: Invalid value"),
-        (
-            "use_lstm = 1",
-            "a.toml",
-            "use_lstm is 1: .*switches are true or false",
-        ),
         ('use_lstm = ["a"]', "a.toml", r"use_lstm is \['a'\]"),
         ('model = "huge"', "a.toml", "'huge' is not one of shallow, deep"),
-        ("[3]", "meta.json", "meta.json: "),
         ("{", "meta.json", "meta.json: "),
         ('{"args": {}, "flags_left_open": 3}', "meta.json", "meta.json: TypeError"),
         ("[" * 90_000, "meta.json", "maximum recursion depth"),
         ("seed = " + "[" * 5_000, "a.toml", "maximum recursion depth"),
         ("seed = 2020-01-01", "a.toml", r"a\.toml: the flag seed is "),
-        ("seed = [[1]]", "a.toml", r"a\.toml: the flag seed is \[\[1\]\]"),
-        (
-            "env_kwargs = {a = 07:32:00}",
-            "a.toml",
-            "env_kwargs is .*time",
-        ),
+        ("env_kwargs = {a = 07:32:00}", "a.toml", "env_kwargs is .*time"),
     ],
 )
 def test_files_that_can_not_be_used(write, text, name, match):

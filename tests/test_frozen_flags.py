@@ -4,7 +4,7 @@ import copy
 import pickle
 
 import pytest
-from test_flags import actions, parse, resolve
+from test_flags import parse, resolve
 
 from torchbeast.flags import Flags
 
@@ -45,8 +45,3 @@ def test_copies_stay_frozen(copied):
     open_flags = copied(parse())
     open_flags.seed = 2
     assert open_flags.seed == 2
-
-
-def test_as_dict_is_sorted_and_has_the_flags_only():
-    flags = parse().freeze()
-    assert list(flags.as_dict()) == sorted(actions())

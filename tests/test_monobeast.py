@@ -74,7 +74,7 @@ ALL_THAT_HAS_STATE = {
     [
         ("CartPole-v1", {"use_lstm": True}),
         ("environments:Steering", ALL_THAT_HAS_STATE),
-        ("MinAtar/Breakout-v1", {}),
+        ("MinAtar/Breakout-v1", {"model": "deep"}),
         ("Pong-v4", {}),
     ],
 )

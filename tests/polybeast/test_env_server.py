@@ -204,11 +204,6 @@ def test_observations_that_do_not_fit(space, observation, match, address):
             np.array([3, 5]),
         ),
         (
-            spaces.MultiBinary(3),
-            torch.tensor([1, 0, 1], dtype=torch.int8),
-            np.array([1, 0, 1], np.int8),
-        ),
-        (
             spaces.Box(-1.0, np.array([1.0, 2.0]), dtype=np.float64),
             torch.tensor([-3.0, 1.5]),
             np.array([-1.0, 1.5]),
