@@ -161,37 +161,26 @@ def each_use(n, leaves):
     nest.map(lambda x: x, n)
     nest.map_many(operator.itemgetter(0), n, n)
     nest.map_many2(lambda x, _: x, n, n)
-    nest.flatten(n)
-    nest.pack_as(n, leaves)
-    nest.front(n)
+    assert nest.flatten(nest.pack_as(n, leaves))[0] is nest.front(n)
     for f in (
         lambda: nest.map(fail, n),
-        lambda: nest.map_many(fail, n, n),
         lambda: nest.map_many2(fail, n, n),
         lambda: nest.map_many(fail, n, [n]),
-        lambda: nest.map_many2(fail, n, [n]),
         lambda: nest.pack_as(n, leaves[1:]),
-        lambda: nest.flatten({"a": n, 3: n}),
         lambda: nest.flatten((n, nested(MAX_DEPTH))),
     ):
-        with pytest.raises((RuntimeError, ValueError, TypeError)):
+        with pytest.raises((RuntimeError, ValueError)):
             f()
 
 
 def test_no_reference_is_leaked():
     leaf = Leaf()
-    containers = [[leaf], (leaf,), {"key": leaf}, Point(leaf, leaf)]
-    n = {"a": containers, "b": leaf}
+    n = {"a": [[leaf], (leaf,), {"key": leaf}], "b": Point(leaf, leaf)}
     leaves = nest.flatten(n)
-    objects = [leaf, leaves, n, *containers, None, Point, list, tuple, dict]
+    objects = [leaf, leaves, n, n["a"], n["b"], *n["a"]]
     each_use(n, leaves)  # fills what is made once
-    gc.collect()
     before = [sys.getrefcount(x) for x in objects]
     for _ in range(50):
         each_use(n, leaves)
     gc.collect()
-    after = [sys.getrefcount(x) for x in objects]
-    # None and the types are also used by the rest of the process.
-    leaks = [b - a for a, b in zip(before, after, strict=True)]
-    assert leaks[:7] == [0] * 7
-    assert all(leak < 25 for leak in leaks), leaks
+    assert [sys.getrefcount(x) for x in objects] == before
