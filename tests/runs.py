@@ -64,7 +64,12 @@ def skip(reason: str) -> NoReturn:
 def command(
     savedir: Path, xpid: str, module: str = "torchbeast.monobeast", **flags: object
 ) -> list[str]:
-    """The command line of a run; True gives a bare flag, None leaves one out."""
+    """The command line of a run; True gives a bare flag, None leaves one out.
+
+    A test that runs PolyBeast is skipped here if there is no libtorchbeast.
+    """
+    if "polybeast" in module:
+        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     words = [sys.executable, "-m", module]
     for name, value in {"savedir": savedir, "xpid": xpid, **flags}.items():
         if value is True:

@@ -86,8 +86,6 @@ FLAGS = {
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_a_forbidden_action_is_never_taken(tmp_path, name, module):
     """Neither in training nor in a test; the environments raise."""
-    if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {**runs.SMALL, "module": module, "batch_size": 3}
     flags |= {"env": f"test_action_masks:{name}", **FLAGS[name]}
     runs.run(tmp_path, "a", **flags)

@@ -37,8 +37,6 @@ def times(env, factor=10, plus=()):
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_they_reach_the_environments_and_a_resumed_run(tmp_path, module, monkeypatch):
-    if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {
         **runs.SMALL,
         "module": module,

@@ -238,7 +238,6 @@ class InfiniteReward(Echo):
 
 def test_a_wrong_environment_ends_the_run_with_one_message(tmp_path):
     """PolyBeast's. Rewards are clipped, so the loss would be finite."""
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {**runs.SMALL, "module": "torchbeast.polybeast", "num_actors": 2}
     flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "batch_size": 6}
     flags |= {"env": f"{__name__}:InfiniteReward", "reward_clipping": "abs_one"}

@@ -33,7 +33,6 @@ def test_a_run(tmp_path, variant, kind):
     """It learns on the GPU, and a later start goes on from its checkpoint."""
     flags = {**runs.SMALL, "module": variant, **KINDS[kind]}
     if variant == POLYBEAST:
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags |= {"num_servers": 2, "envs_per_actor": 2}  # batches of whole streams
         flags |= {"pipes_basename": f"unix:{tmp_path}/pipe"}
     output = runs.run(tmp_path, "gpu", timeout=300, **flags)

@@ -32,8 +32,6 @@ def weights(folder):
     ],
 )
 def test_all_weights_are_taken(first, tmp_path, how, module):
-    if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     if how == "name":
         shutil.copytree(first, tmp_path / "first")
     place = {"name": "first", "folder": first, "file": first / "model.tar"}[how]

@@ -25,7 +25,6 @@ def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
     # One unroll takes far longer than this test.
     flags = {**runs.SMALL, "unroll_length": 50_000, "total_steps": 10**9}
     if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags |= {"batch_size": 3, "num_servers": 1}
     terminal, inside = pty.openpty()
     size = struct.pack("HHHH", 40, 160, 0, 0)  # rows and columns

@@ -56,8 +56,6 @@ def test_train_resume_and_test(tmp_path, seed):
     chance = random.Random(seed)
     flags = flags_of({name: chance.choice(x) for name, x in OPTIONS.items()})
     module = flags.get("module", "torchbeast.monobeast")
-    if module == "torchbeast.polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     runs.run(tmp_path, "a", **flags)
     assert_learned(runs.read_logs(tmp_path, "a"), 600)
     if flags.get("disable_checkpoint"):

@@ -38,8 +38,6 @@ def load(path):
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_results_and_the_best_checkpoint(tmp_path, module):
-    if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     process = runs.start(
         tmp_path, "a", **{**FLAGS, "module": module, "total_steps": FOREVER}
     )
@@ -94,7 +92,6 @@ def test_the_last_evaluation_hangs(tmp_path, ending):
     if ending == "timeout":
         flags |= {"module": "impatient", "actor_timeout": 30}
     if ending == "kill":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         module = flags["module"] = "torchbeast.polybeast"
     process = runs.start(tmp_path, "a", **flags)
     log = tmp_path / "a" / "out.log"

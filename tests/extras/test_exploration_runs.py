@@ -45,7 +45,6 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
         saved = torch.load(tmp_path / "whole" / "model.tar", weights_only=True)
         states = saved["explorer_state_dict"]["optimizer"]["state"].values()
         assert {int(x["step"]) for x in states} == {len(losses)}
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags |= {"module": "torchbeast.polybeast", "num_servers": 2}
     flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "disable_checkpoint": True}
     runs.run(tmp_path, "poly", **flags)

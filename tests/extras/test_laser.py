@@ -31,8 +31,6 @@ def learned(rows):
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
 @pytest.mark.parametrize("rollouts", ["fixed", "episode"])
 def test_a_run_with_replay(tmp_path, variant, rollouts):
-    if variant == "polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     module = f"torchbeast.{variant}"
     output = runs.run(tmp_path, "laser", module=module, rollouts=rollouts, **LASER)
     assert "UserWarning" not in output

@@ -45,8 +45,6 @@ def scrape(port):
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
-    if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {**runs.SMALL, "module": module, "batch_size": 3, "total_steps": 10**9}
     (tmp_path / "mirror").mkdir()
     more = {"metrics_port": port, "mirror": tmp_path / "mirror"}
@@ -82,7 +80,6 @@ def test_a_run_has_the_numbers_of_its_logs(tmp_path, port, module):
 
 
 def test_environment_servers(tmp_path, port):
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
     flags = {
         "env": "CartPole-v1",
         "num_servers": 2,

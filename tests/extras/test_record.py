@@ -260,8 +260,6 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     "more", [{"sync": True}, {"module": "torchbeast.polybeast", "batch_size": 3}]
 )
 def test_a_record_is_of_asynchronous_monobeast(tmp_path, more):
-    if "module" in more:
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     output = runs.run(tmp_path, "a", **runs.SMALL | more, record=True, status=1)
     assert "--record is for MonoBeast without --sync" in output
 

@@ -144,8 +144,6 @@ def test_one_seed_for_all():
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
 def test_environments_with_processes_of_their_own(tmp_path, module):
-    if module.endswith("polybeast"):
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
     env = f"{__name__}:in_processes"
     flags = {**runs.SMALL, "batch_size": 3, "env": env, "module": module}
     process = runs.start(tmp_path, "a", **flags)

@@ -211,14 +211,8 @@ def test_a_learner_that_breaks_the_rules_is_left(start, learner, says, why):
 # --- The real learner -----------------------------------------------------------------
 
 
-@pytest.fixture
-def native():
-    """libtorchbeast, if it is built."""
-    return pytest.importorskip("libtorchbeast", exc_type=ImportError)
-
-
 @pytest.mark.slow
-def test_python_and_cpp_train_one_policy(start_client, native, tmp_path):
+def test_python_and_cpp_train_one_policy(start_client, tmp_path):
     """It learns from both, in two runs, and plays well where Gymnasium plays."""
     address = f"unix:{tmp_path}/learner"
     clients = [

@@ -98,8 +98,6 @@ class Fork:
 
         What is trained also plays, in --mode test and in a notebook.
         """
-        if module == POLYBEAST:
-            pytest.importorskip("libtorchbeast", exc_type=ImportError)
         settings = {**runs.SMALL, **flags}
         self.run(runs.command(self.savedir, "fork", module, **settings), timeout)
         rows = runs.read_logs(self.savedir, "fork")
@@ -262,7 +260,6 @@ def test_a_loss_of_ones_own(tmp_path, module):
     (tmp_path / "my_losses.py").write_text(code.removeprefix("python\n"))
     flags = {**runs.SMALL, "loss": 'my_losses:reinforce{"weight": 3}'}
     if module == POLYBEAST:
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags |= {"num_servers": 2, "num_actors": None, "batch_size": 3}
         flags |= {"pipes_basename": f"unix:{tmp_path}/pipe"}
     paths = os.pathsep.join([str(tmp_path), runs.environment()["PYTHONPATH"]])

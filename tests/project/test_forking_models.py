@@ -25,7 +25,6 @@ def variant(request, tmp_path):
         "epsilon": 0.00001,
     }
     if request.param == "polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags |= {
             "module": "torchbeast.polybeast",
             "num_actors": None,

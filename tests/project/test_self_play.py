@@ -110,7 +110,6 @@ def test_both_variants_play_against_their_older_weights(tmp_path, module):
     flags |= {"encoder": BOARD, "explorer": SCORES, "checkpoint_history": 4}
     flags |= {"total_steps": 3000, "batch_size": 3}
     if module == "polybeast":
-        pytest.importorskip("libtorchbeast", exc_type=ImportError)
         flags["module"] = "torchbeast.polybeast"
         flags |= {"num_servers": 2, "pipes_basename": f"unix:{tmp_path}/pipe"}
     output = runs.run(tmp_path, "run", **flags)
