@@ -312,6 +312,7 @@ def read_logs(savedir: Path, xpid: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def logs(savedir: Path, xpid: str) -> list[dict[str, str]]:
     """logs.csv without the columns that depend on the time."""
+    rows = read_logs(savedir, xpid)
     return [{k: v for k, v in r.items() if k not in ("_time", "sps")} for r in rows]

@@ -196,8 +196,7 @@ def test_signal_saves_and_ends(start):
     """SIGINT ends a run, SIGTERM the resumed one, even if all processes get it."""
     first = start(checkpoint_interval=600)
     first.wait_for_updates(3)
-    first.process.send_signal(signal.SIGINT)
-    first.wait_for_end(130)
+    first.end()
     first.assert_no_error()
     assert first.console.count("SIGINT: ending the run.") == 1
     step = first.assert_files()["stats"]["step"]
@@ -251,8 +250,7 @@ def test_the_terminal_is_closed(start):
     run.assert_files()
     deaf.wait_for_updates(3)
     time.sleep(0.5)  # the status line was written to again
-    deaf.process.send_signal(signal.SIGTERM)
-    deaf.wait_for_end(143)
+    deaf.end(signal.SIGTERM)
     assert "SIGTERM: ending the run." in (deaf.path / "out.log").read_text()
     deaf.assert_files()
 
@@ -266,8 +264,7 @@ def test_second_sigint_does_not_wait(start):
     run.process.send_signal(signal.SIGINT)  # at once, it counts as the same
     time.sleep(1.1)
     assert run.process.poll() is None
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for_end(130)
+    run.end()
     run.assert_no_error()
     run.assert_files(saved_at_end=False)
 
@@ -382,8 +379,7 @@ def test_shared_memory_is_full_after_the_start(start):
     run.wait_for_updates()
     fill(run.see_small_disk(SHARED_MEMORY))
     run.wait_for_updates(10)
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for_end(130)
+    run.end()
     run.assert_no_error()
     run.assert_files()
 

@@ -14,7 +14,6 @@ import torchbeast
 from torchbeast import monobeast
 from torchbeast.base import devices, parts
 from torchbeast.base.errors import FlagError
-from torchbeast.base.flag import Values
 from torchbeast.flags import GROUPS
 from torchbeast.presets import PRESETS
 from torchbeast.runs import flagset
@@ -174,15 +173,6 @@ def flags_read():
 def test_every_flag_is_read():
     unread = {"config", "trust_checkpoint_env"}  # how to read the flags
     assert actions().keys() - flags_read() == unread
-
-
-def test_every_flag_that_is_read_is_declared():
-    methods = {name for name in dir(Values) if not name.startswith("_")}
-    pytest.importorskip("libtorchbeast", exc_type=ImportError)
-    from torchbeast.polybeast import start as polybeast
-
-    declared = actions().keys() | actions(polybeast.make_parser).keys()
-    assert flags_read() - declared <= methods
 
 
 # --- Resolving ---

@@ -46,14 +46,14 @@ def test_run_files(savedir):
 def test_sync_runs_are_equal(savedir, use_lstm):
     for xpid in ("a", "b"):
         runs.run(savedir, xpid, **SYNC, use_lstm=use_lstm)
-    a, b = (runs.without_time(runs.read_logs(savedir, xpid)) for xpid in "ab")
+    a, b = (runs.logs(savedir, xpid) for xpid in "ab")
     assert len(a) == 60
     assert a == b
     # Three updates per round. Row 0 is of the round before, and counts as one of five.
     lags = [float(row["policy_lag"]) for row in a]
     assert lags == pytest.approx([i % 3 + (0.6 if i >= 3 else 0) for i in range(60)])
     runs.run(savedir, "c", **{**SYNC, "seed": 2}, use_lstm=use_lstm)
-    assert runs.without_time(runs.read_logs(savedir, "c")) != a
+    assert runs.logs(savedir, "c") != a
 
 
 ALL_THAT_HAS_STATE = {
@@ -101,9 +101,7 @@ def test_stopped_and_resumed_equals_not_stopped(
     assert meta["date_end"]
     output = runs.run(savedir, "parts", **flags)
     assert "Resuming at step" in output
-    whole, parts = (
-        runs.without_time(runs.read_logs(savedir, xpid)) for xpid in ("whole", "parts")
-    )
+    whole, parts = (runs.logs(savedir, xpid) for xpid in ("whole", "parts"))
     assert whole == parts
     weights = [
         torch.load(savedir / xpid / "model.tar", weights_only=True)["model_state_dict"]

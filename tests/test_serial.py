@@ -54,8 +54,7 @@ def test_it_equals_one_actor_and_each_resumes_the_other(tmp_path, monkeypatch):
     assert "Resuming at step" in runs.run(tmp_path, "parts", total_steps=600)
     runs.run(tmp_path, "serial", **flags, serial=True)
     whole, parts, serial = (
-        runs.without_time(runs.read_logs(tmp_path, xpid))
-        for xpid in ("whole", "parts", "serial")
+        runs.logs(tmp_path, xpid) for xpid in ("whole", "parts", "serial")
     )
     assert len(whole) == 40
     assert whole == parts == serial

@@ -28,17 +28,13 @@ LASER = {
 PASS = 6 * 7  # steps of a round with SYNC
 
 
-def logs(savedir, xpid):
-    return runs.without_time(runs.read_logs(savedir, xpid))
-
-
 @pytest.mark.parametrize("more", [WITH_STATE, LASER], ids=["state", "laser"])
 def test_sync_learns_the_same(tmp_path, more):
     flags = {**SYNC, "env": "MinAtar/Breakout-v1", "total_steps": 20 * PASS, **more}
     runs.run(tmp_path, "waits", **flags)
     runs.run(tmp_path, "ahead", module="ahead", **flags)
-    assert len(logs(tmp_path, "ahead")) == 60
-    assert logs(tmp_path, "ahead") == logs(tmp_path, "waits")
+    assert len(runs.logs(tmp_path, "ahead")) == 60
+    assert runs.logs(tmp_path, "ahead") == runs.logs(tmp_path, "waits")
 
 
 @pytest.mark.parametrize("variant", ["torchbeast.monobeast", "torchbeast.polybeast"])

@@ -271,6 +271,11 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
+    def end(self, number: int = signal.SIGINT) -> None:
+        """Signals the run, which has to end by it."""
+        self.process.send_signal(number)
+        self.wait_for_end(128 + number)
+
     def wait_for_end(self, status: int, seconds: float = END_SECONDS) -> None:
         """Waits for the end of the run; checks its status and that nothing is left."""
         try:

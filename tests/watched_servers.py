@@ -66,6 +66,10 @@ class Servers:
         found = processes_of_session(self.pid)
         return [p.pid for p in found if "spawn_main" in p.command]
 
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        self.wait_for_end(128 + number)
+
     def wait_for_end(self, status):
         try:
             code = self.process.wait(runs.patience(END_SECONDS * 2))

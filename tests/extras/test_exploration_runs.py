@@ -31,7 +31,7 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
     if name == "amigo":
         flags |= SHORT
     runs.run(tmp_path, "whole", **flags)
-    whole = runs.without_time(runs.read_logs(tmp_path, "whole"))
+    whole = runs.logs(tmp_path, "whole")
     assert len(whole) == 24
     rewards = [float(row["mean_intrinsic_reward"]) for row in whole]
     assert sum(x > 0 for x in rewards) > 4
@@ -40,7 +40,7 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
     half = flags | {"total_steps": flags["total_steps"] // 2}
     runs.run(tmp_path, "parts", **half)
     assert "Resuming" in runs.run(tmp_path, "parts", **flags)
-    assert runs.without_time(runs.read_logs(tmp_path, "parts")) == whole
+    assert runs.logs(tmp_path, "parts") == whole
     if losses:
         saved = torch.load(tmp_path / "whole" / "model.tar", weights_only=True)
         states = saved["explorer_state_dict"]["optimizer"]["state"].values()
@@ -48,7 +48,7 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
     flags |= {"module": "torchbeast.polybeast", "num_servers": 2}
     flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "disable_checkpoint": True}
     runs.run(tmp_path, "poly", **flags)
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    poly = runs.logs(tmp_path, "poly")
     assert_logs_agree(whole, poly)
 
 

@@ -69,7 +69,7 @@ def learners(process):
 
 
 def logs(savedir, xpid):
-    rows = runs.without_time(runs.read_logs(savedir, xpid))
+    rows = runs.logs(savedir, xpid)
     for row in rows:
         # With the newest weights all ratios are 1, and rounding says which are above.
         row.pop("frac_rho_above_1")

@@ -90,10 +90,6 @@ class Breaks(Counts):
         return super().step(action)
 
 
-def logs(savedir, xpid):
-    return runs.without_time(runs.read_logs(savedir, xpid))
-
-
 def events(savedir, xpid, step=0):
     _, data = record.read_whole(savedir / xpid / f"record.{step}")
     whole = data[: len(data) // record.EVENTS.itemsize * record.EVENTS.itemsize]
@@ -114,8 +110,8 @@ def repeat(savedir, xpid, status=0, **flags):
 
 def check_repetition(savedir, xpid, **flags):
     output = repeat(savedir, xpid, **flags)
-    again = logs(savedir, f"{xpid}-repeated")
-    assert again == logs(savedir, xpid)
+    again = runs.logs(savedir, f"{xpid}-repeated")
+    assert again == runs.logs(savedir, xpid)
     assert f"Equal to the recorded run: {len(again)} rows." in output
     return output
 
@@ -133,7 +129,7 @@ def test_two_runs_differ_and_each_can_be_repeated(tmp_path, load):
     for xpid in "ab":
         runs.run(tmp_path, xpid, **SMALL)
     assert events(tmp_path, "a") != events(tmp_path, "b")
-    assert logs(tmp_path, "a") != logs(tmp_path, "b")
+    assert runs.logs(tmp_path, "a") != runs.logs(tmp_path, "b")
     check_repetition(tmp_path, "a")
     # On one core, where all is late.
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
@@ -142,7 +138,7 @@ def test_two_runs_differ_and_each_can_be_repeated(tmp_path, load):
     process = runs.start_words(one if len(cores) > 1 else words)
     output = runs.finish(process)
     assert process.returncode == 0, output
-    assert logs(tmp_path, "b-repeated") == logs(tmp_path, "b")
+    assert runs.logs(tmp_path, "b-repeated") == runs.logs(tmp_path, "b")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -175,7 +171,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
     assert meta["first_step"] > 0
     output = repeat(tmp_path, "a")
     assert output.count("Equal to the recorded run") == 3
-    assert logs(tmp_path, "a-repeated") == logs(tmp_path, "a")
+    assert runs.logs(tmp_path, "a-repeated") == runs.logs(tmp_path, "a")
 
 
 def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
@@ -251,7 +247,9 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     output = repeat_and_fail(tmp_path, "a")
     assert "the 150th ball is flat" in output
     # Batches that wait when the environment fails are dropped.
-    pairs = list(zip(logs(tmp_path, "a-repeated"), logs(tmp_path, "a"), strict=False))
+    pairs = list(
+        zip(runs.logs(tmp_path, "a-repeated"), runs.logs(tmp_path, "a"), strict=False)
+    )
     assert len(pairs) > 20
     assert all(now == then for now, then in pairs)
 

@@ -7,7 +7,6 @@ import argparse
 import collections
 import functools
 import re
-import signal
 import socket
 import threading
 import time
@@ -290,10 +289,6 @@ class Environments(watched_servers.Servers):
             assert word in errors[0]
         assert "starting it again" not in self.console
 
-    def assert_ends_when_asked(self):
-        self.process.send_signal(signal.SIGTERM)
-        self.wait_for_end(128 + signal.SIGTERM)
-
 
 @pytest.fixture
 def join(tmp_path):
@@ -344,4 +339,4 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
     for environments in good:
         environments.wait_for(f"Waiting for a learner at {address}: ")
         environments.wait_for("Connection refused")
-        environments.assert_ends_when_asked()
+        environments.end()

@@ -1,7 +1,6 @@
 """PolyBeast's servers and learner, started apart: numbers, places, lost unrolls."""
 
 import itertools
-import signal
 
 import test_actor_pool
 from certificates import Certificates
@@ -68,8 +67,7 @@ def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path
         assert file.read_text() == "precious"
         assert libtorchbeast.probe(address)["num_envs"] == E
     finally:
-        first.process.send_signal(signal.SIGTERM)
-        first.wait_for_end(143)
+        first.end()
 
 
 # --- No partial unroll ----------------------------------------------------------------

@@ -5,7 +5,6 @@ Every one of them costs a stream at most: it is told why, and the learner says w
 """
 
 import itertools
-import signal
 
 import pytest
 from peers import (
@@ -96,8 +95,7 @@ def test_joined_peers_that_nobody_can_use(learn, wire, tmp_path):
         assert int(last["refused"]) == refused
         assert last["streams"] == "1"
         assert int(last["dropped_steps"]) >= 2 * E
-        run.process.send_signal(signal.SIGINT)
-        run.wait_for_end(130)
+        run.end()
     run.assert_no_error()
     assert "A stream is refused: " in run.console
 
@@ -141,8 +139,7 @@ def test_a_stray_whose_rollouts_are_too_large(
         assert named in text
     with playing(address, wire):
         run.wait_for_updates(3)
-        run.process.send_signal(signal.SIGINT)
-        run.wait_for_end(130)
+        run.end()
     run.assert_no_error()
 
 
@@ -164,8 +161,7 @@ def test_strays_do_not_determine_the_spaces(learn, wire, tmp_path):
             assert code == "FAILED_PRECONDITION", text
             assert "differ" in text
             assert good.call.is_active()
-            run.process.send_signal(signal.SIGINT)
-            run.wait_for_end(130)
+            run.end()
     run.assert_no_error()
 
     resumed = learn(**flags)
@@ -177,8 +173,7 @@ def test_strays_do_not_determine_the_spaces(learn, wire, tmp_path):
         assert "don't fit the model" in text
     with playing(address, wire):
         resumed.wait_for_updates(3)
-        resumed.process.send_signal(signal.SIGINT)
-        resumed.wait_for_end(130)
+        resumed.end()
     assert "Resuming at step" in resumed.console
     resumed.assert_no_error()
 

@@ -35,8 +35,7 @@ def test_servers_killed_in_turn(serve, learn, pipes):
             "both streams of the server came back",
         )
         run.wait_for_updates(5)
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for_end(130)
+    run.end()
     run.assert_no_error()
     rows = assert_whole_updates(run)
     assert int(rows[-1]["reconnects"]) == 4
@@ -44,8 +43,7 @@ def test_servers_killed_in_turn(serve, learn, pipes):
     assert int(rows[-1]["dropped_steps"]) <= 4 * E * T
     assert run.console.count("Reconnects 4, dropped steps ") == 1
     assert servers.console.count(" died by signal SIGKILL") == 2
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
+    servers.end()
 
 
 def test_a_lost_stream_ends_a_run_with_sync(serve, learn, pipes):
@@ -57,8 +55,7 @@ def test_a_lost_stream_ends_a_run_with_sync(serve, learn, pipes):
     os.kill(servers.children()[0], signal.SIGKILL)
     run.wait_for_end(1)
     assert_says(run, "ServerError: a stream was lost", "--sync")
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
+    servers.end()
 
 
 def test_a_joined_environment_that_breaks_a_rule_is_replaced(serve, learn, tmp_path):
@@ -76,10 +73,8 @@ def test_a_joined_environment_that_breaks_a_rule_is_replaced(serve, learn, tmp_p
     run.wait_for_updates(5)
     run.wait_for(lambda: int(rows_of(run)[-1]["streams"]) == 2, "both are back")
     assert "rewards [nan" in servers.console
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for_end(130)
+    servers.end()
+    run.end()
 
 
 def test_an_environment_raises(serve, learn, pipes, tmp_path):
@@ -113,8 +108,7 @@ def test_an_environment_raises(serve, learn, pipes, tmp_path):
     )
     run.wait_for_end(0)
     assert f"Resuming at step {step}." in run.console
-    servers.process.send_signal(signal.SIGINT)
-    servers.wait_for_end(130)
+    servers.end(signal.SIGINT)
 
 
 def test_servers_end_while_they_make_environments(serve, pipes, tmp_path):
@@ -191,8 +185,7 @@ def test_learner_killed_and_resumed(serve, learn, pipes):
     assert int(rows[-1]["step"]) == step + 20 * 2 * E * T
     assert len(rows) == int(rows[-1]["step"]) // (2 * E * T), "no row twice or lost"
     assert servers.children() == children, "the servers have stayed"
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
+    servers.end()
 
 
 # --- Who is who -----------------------------------------------------------------------
@@ -243,8 +236,6 @@ def test_tokens_and_certificates(serve, learn, tmp_path):
         },
     )
     run.wait_for_updates(3)  # the others are none of its business
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for_end(130)
+    run.end()
     run.assert_no_error()
-    servers.process.send_signal(signal.SIGTERM)
-    servers.wait_for_end(143)
+    servers.end()

@@ -60,8 +60,8 @@ def test_sync_gives_monobeasts_updates(tmp_path, env, rounds, more):
         "pipes_basename": f"unix:{tmp_path}/pipe",
     }
     runs.run(tmp_path, "poly", **flags, num_servers=2)
-    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    mono = runs.logs(tmp_path, "mono")
+    poly = runs.logs(tmp_path, "poly")
     assert len(mono) == 3 * rounds
     assert int(mono[-1]["episodes"]) > 5
     assert_logs_agree(mono, poly)
@@ -85,8 +85,8 @@ def test_a_forks_fields_and_dropout_are_the_same_in_both(tmp_path, monkeypatch):
     monkeypatch.setenv("VARIANT", "torchbeast.polybeast.start")
     flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
     runs.run(tmp_path, "poly", **flags)
-    mono = runs.without_time(runs.read_logs(tmp_path, "mono"))
-    poly = runs.without_time(runs.read_logs(tmp_path, "poly"))
+    mono = runs.logs(tmp_path, "mono")
+    poly = runs.logs(tmp_path, "poly")
     assert len(mono) == 30
     assert sum(float(row["starts"]) for row in mono) > 50
     assert_logs_agree(mono, poly)
