@@ -19,8 +19,6 @@ from torchbeast.base import devices
 from torchbeast.core.finite import find_not_finite
 from torchbeast.learner import learn
 
-pytestmark = pytest.mark.timeout(200)
-
 LASER = {
     **{"replay_ratio": 1, "replay_size": 600, "learn_start": 100},
     **{"rollouts": "episode", "use_lstm": True},

@@ -50,7 +50,6 @@ def flags_of(choice):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(24))
 def test_train_resume_and_test(tmp_path, seed):
     chance = random.Random(seed)

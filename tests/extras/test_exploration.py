@@ -18,8 +18,6 @@ from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn
 from torchbeast.monobeast import make_parser
 
-pytestmark = pytest.mark.timeout(300)
-
 VARIANTS = MONOBEAST, POLYBEAST = "torchbeast.monobeast", "torchbeast.polybeast"
 COUNTS, RANDOM = "examples.exploration.counts:Counts", "examples.exploration.rnd:RND"
 LOCK = "environments:CombinationLock"

@@ -23,7 +23,6 @@ SYNC = {
 SHORT = {"env": "environments:Corridor", "env_kwargs": '{"length": 5}'}
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ALL)
 def test_runs_are_equal_and_go_on(tmp_path, name):
     """In both variants. What waits for the teacher is in the checkpoint, too."""
@@ -52,7 +51,6 @@ def test_runs_are_equal_and_go_on(tmp_path, name):
     assert_logs_agree(whole, poly)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ALL)
 def test_a_run_with_replay_of_episodes(tmp_path, name):
     flags = {**runs.SMALL, "env": SYNC["env"], "rollouts": "episode", "use_lstm": True}

@@ -27,7 +27,6 @@ def learned(rows):
     return [row for row in rows if row.get("total_loss")]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("variant", ["monobeast", "polybeast"])
 @pytest.mark.parametrize("rollouts", ["fixed", "episode"])
 def test_a_run_with_replay(tmp_path, variant, rollouts):
@@ -49,7 +48,6 @@ def test_a_run_with_replay(tmp_path, variant, rollouts):
     assert len(rows) * steps == LASER["total_steps"]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("save", [True, False])
 def test_a_resumed_run_has_or_refills_its_replay(tmp_path, save):
     runs.run(tmp_path, "laser", save_replay=save or None, **LASER)
@@ -66,7 +64,6 @@ def test_a_resumed_run_has_or_refills_its_replay(tmp_path, save):
     assert (tmp_path / "laser" / "replay.zip").exists() == save
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("save", [True, False])
 def test_starts_that_only_fill_the_replay_are_saved(tmp_path, save):
     """Steps and games count, also without an update."""
@@ -86,7 +83,6 @@ def test_starts_that_only_fill_the_replay_are_saved(tmp_path, save):
     assert bool(learned(rows)) == save
 
 
-@pytest.mark.timeout(200)
 def test_filling_the_replay_keeps_the_previous_weights(tmp_path):
     """The previous checkpoint is the last one with other weights."""
     flags = {**LASER, "total_steps": 300, "checkpoint_interval": 0.001}
@@ -96,7 +92,6 @@ def test_filling_the_replay_keeps_the_previous_weights(tmp_path):
     assert (tmp_path / "laser" / "model.previous.tar").read_bytes() == before
 
 
-@pytest.mark.timeout(200)
 def test_an_old_replay_is_not_loaded(tmp_path):
     """As if a run was killed between model.tar and replay.zip, or kept only one."""
     runs.run(tmp_path, "laser", save_replay=True, **LASER)
@@ -110,7 +105,6 @@ def test_an_old_replay_is_not_loaded(tmp_path):
     assert re.search(r"replay.zip is not loaded.*step 1200.*step 1500", output)
 
 
-@pytest.mark.timeout(100)
 def test_a_replay_that_can_not_be_saved(tmp_path):
     """It ends the run, which does not try to save a second time."""
     (tmp_path / "laser" / "replay.zip").mkdir(parents=True)  # can't be replaced
@@ -120,7 +114,6 @@ def test_a_replay_that_can_not_be_saved(tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.timeout(100)
 def test_a_damaged_replay_is_named(tmp_path):
     runs.run(tmp_path, "laser", save_replay=True, **LASER)
     path = tmp_path / "laser" / "replay.zip"

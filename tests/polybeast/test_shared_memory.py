@@ -5,11 +5,8 @@ import signal
 import threading
 from pathlib import Path
 
-import pytest
 from servers import Run, ServerProcess, play_first
 from watched_runs import wait_until
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def num_mappings(pid="self"):

@@ -64,7 +64,6 @@ def test_throughput_of_a_short_run_is_sane(tmp_path, variant, word):
     assert run["status"] == 130
 
 
-@pytest.mark.timeout(240)  # three starts of a run
 def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     file, out = tmp_path / "study.txt", tmp_path / "out"
     slow = "monobeast --preset classic-control --total_steps 2560  # all\n\n"
@@ -96,7 +95,6 @@ def test_study_compares_settings_and_keeps_finished_runs(tmp_path, capsys):
     assert "slow-1.csv ends at step 2560, not 2561" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(240)  # three runs
 def test_regression_compares_with_the_stored_scores(tmp_path, monkeypatch, capsys):
     flags = ["--preset", "classic-control", "--total_steps", "2560"]
     monkeypatch.setitem(regression.CASES, "cartpole", flags)

@@ -55,7 +55,6 @@ def run(checkout, arguments):
     )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_first_start_builds_and_trains(checkout):
     command = f"torchbeast.polybeast {LEARN} --savedir {checkout} --xpid run"
@@ -69,7 +68,6 @@ def test_first_start_builds_and_trains(checkout):
     assert calls(checkout) == 1
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", ["polybeast", "polybeast_learner", "polybeast_env"])
 def test_if_it_cannot_be_built_the_reason_follows(program, checkout):
     write_set_up(checkout, "echo needs: g++; exit 1")

@@ -69,7 +69,6 @@ def run(copy, *words):
     )
 
 
-@pytest.mark.timeout(300)
 def test_each_part_can_be_deleted(copy):
     done = run(copy, "-c", EACH, str(copy), " ".join(PARTS), "--serial")
     failed = [x for x in PARTS if f"WITHOUT {x} 0\n" not in done.stdout]
@@ -78,7 +77,6 @@ def test_each_part_can_be_deleted(copy):
         assert read_meta(copy / "runs" / part.replace("/", "."))["successful"]
 
 
-@pytest.mark.timeout(300)
 def test_all_optional_folders_can_be_deleted(copy):
     for folder in ("extras", "polybeast", "tools"):
         shutil.rmtree(copy / "torchbeast" / folder)

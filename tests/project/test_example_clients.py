@@ -26,7 +26,6 @@ from scripted_learner import (
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
 
-pytestmark = pytest.mark.timeout(300)  # the C++ client is compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "examples" / "clients"

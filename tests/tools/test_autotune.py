@@ -133,7 +133,6 @@ def test_a_fault_of_the_environment_is_named(tmp_path, monkeypatch):
 
 
 @runs.needs_proc
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_all_processes(number, tmp_path):
     words = [sys.executable, "-m", "torchbeast.tools.autotune", "monobeast"]
