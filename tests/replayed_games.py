@@ -9,7 +9,6 @@ from nets import make_net
 
 from torchbeast.base.nested import map_nested
 from torchbeast.core.acting import row_spec
-from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.values import FrameStack
 from torchbeast.extras.replay.episodes import Replay
 from torchbeast.extras.replay.mixer import Mixer
@@ -25,7 +24,6 @@ OBSERVATIONS = spaces.Dict(
         "nothing": spaces.Box(-1, 1, (0,), np.float32),
     }
 )
-DISTRIBUTION = make_distribution(spaces.Discrete(A))
 # Fields of the step that led to a row; the others are of the step from it.
 RESULTS = {
     *("reward", "done", "truncated", "truncation_value", "last_action"),

@@ -172,7 +172,7 @@ def test_a_file_does_not_trust_itself(write):
         parse(write(json.dumps({"args": args}), "meta.json"))
 
 
-def test_a_run_of_ones_own_is_repeated(write, tmp_path, monkeypatch):
+def test_a_run_of_ones_own_is_repeated(write):
     args = parse("--env=a:B", "--env_kwargs={}", "--clip_ratio=inf").as_dict()
     meta = {"args": strict_json(args), "flags_signature": trust.sign(args)}
     config = write(json.dumps(meta), "meta.json")

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_named(first, tmp_path):
     torch.testing.assert_close(found[name], expected[name])
 
 
-def test_what_can_not_be_used(first, tmp_path):
+def test_what_can_not_be_used(tmp_path):
     output = runs.run(tmp_path, "a", **FIRST, init_from="nobody", status=1)
     assert "Cannot load the checkpoint nobody: FileNotFoundError" in output
     assert "Traceback" not in output

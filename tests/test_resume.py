@@ -135,7 +135,7 @@ def test_an_environment_that_a_checkpoint_names(
     assert status == 0, text
 
 
-def test_what_a_changed_checkpoint_names_is_not_used(savedir, fails, tmp_path):
+def test_what_a_changed_checkpoint_names_is_not_used(savedir, fails):
     path = savedir / "a" / "model.tar"
     original = torch.load(path, weights_only=True)
     mark = savedir / "mark"

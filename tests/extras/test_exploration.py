@@ -18,7 +18,7 @@ from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn
 from torchbeast.monobeast import make_parser
 
-VARIANTS = MONOBEAST, POLYBEAST = "torchbeast.monobeast", "torchbeast.polybeast"
+VARIANTS = "torchbeast.monobeast", "torchbeast.polybeast"
 COUNTS, RANDOM = "examples.exploration.counts:Counts", "examples.exploration.rnd:RND"
 LOCK = "environments:CombinationLock"
 QUICK = {
@@ -249,7 +249,7 @@ def test_what_is_not_finite_ends_the_run(tmp_path, method):
 
 
 @pytest.mark.parametrize("flag", ["explorer", "encoder", "loss"])
-def test_a_checkpoint_may_not_name_code(tmp_path, flag):
+def test_a_checkpoint_may_not_name_code(flag):
     from torchbeast.base.flag import CODE_FLAGS
     from torchbeast.runs import trust
 

@@ -19,7 +19,6 @@ from test_polybeast_sync import SYNC, WITH_STATE, assert_logs_agree
 from torchbeast.base import devices, ranks
 from torchbeast.extras.ranks import several
 
-MONOBEAST, LEARNER = "torchbeast.monobeast", "torchbeast.polybeast_learner"
 STREAMS = (  # columns of PolyBeast
     *("reconnects", "dropped_steps", "refused", "env_failures", "streams", "queued"),
 )

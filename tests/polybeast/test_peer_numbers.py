@@ -53,7 +53,7 @@ def test_flags_of_servers_that_cannot_work(tmp_path, caplog):
         assert not record.exc_info
 
 
-def test_servers_that_cannot_listen_remove_nothing(serve, learn, pipes, tmp_path):
+def test_servers_that_cannot_listen_remove_nothing(serve, pipes, tmp_path):
     """Neither a file nor the socket of other servers."""
     file = tmp_path / "file.0"
     file.write_text("precious")

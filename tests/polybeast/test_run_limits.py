@@ -8,7 +8,6 @@ from libtorchbeast_limits import RunLimits
 from libtorchbeast import RefusedError, TransportError
 
 # Streams of a peer, see RunLimits.check.
-OPENED = (True, False, -inf)  # may still make its first step
 AWAY = (False, False, -inf)
 
 

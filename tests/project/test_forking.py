@@ -17,13 +17,6 @@ PATCHES = runs.ROOT / "docs" / "forking"
 
 MONOBEAST, POLYBEAST = VARIANTS = "torchbeast.monobeast", "torchbeast.polybeast"
 
-QUICK_LEARNING = {
-    "preset": "classic-control",
-    "num_actors": 2,
-    "envs_per_actor": 4,
-    "batch_size": 8,
-}
-
 
 class Fork:
     """A copy of the tree with one patch applied, or with edits.

@@ -12,7 +12,7 @@ from torchbeast.tools.jobs import Job
 UNBLOCK = "from torchbeast.procs import processes; processes.exit_on_stop_signals()\n"
 
 
-def test_a_job_has_ended_when_the_exception_is_raised(tmp_path, monkeypatch):
+def test_a_job_has_ended_when_the_exception_is_raised(tmp_path):
     """Also if it ignores SIGTERM for a while, as a run does that saves."""
     code = (
         f"{UNBLOCK}import signal, sys, time\n"
