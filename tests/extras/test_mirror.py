@@ -104,9 +104,12 @@ def marker_of(folder):
 
 
 @pytest.fixture
-def soon(monkeypatch):
+def url(monkeypatch, tmp_path):
+    """A folder for copies, which come soon."""
     monkeypatch.setattr(mirror, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(mirror, "RETRY_SECONDS", 0.01)
+    (tmp_path / "mirror").mkdir()
+    return str(tmp_path / "mirror")
 
 
 # --- Whole runs
@@ -189,12 +192,11 @@ def test_places_that_do_not_work(tmp_path, s3):
 # --- Copies
 
 
-def test_a_copy_that_is_cut_at_any_byte(tmp_path, soon, monkeypatch):
+def test_a_copy_that_is_cut_at_any_byte(tmp_path, url, monkeypatch):
     """The mirror keeps its last checkpoint, and gets the next once it can."""
-    (tmp_path / "mirror").mkdir()
     folder, copy = tmp_path / "a", tmp_path / "mirror" / "a"
     save(folder, 1)
-    copier = mirror.Mirror(str(tmp_path / "mirror"), folder)
+    copier = mirror.Mirror(url, folder)
     watched_runs.wait_until(lambda: marker_of(copy)["step"] == 1, "the first copy")
     for step, left in enumerate((0, 10, 1000), start=2):
 
@@ -217,11 +219,10 @@ def test_a_copy_that_is_cut_at_any_byte(tmp_path, soon, monkeypatch):
     assert not list(copy.glob("*.part"))
 
 
-def test_a_server_that_hangs_at_the_end(tmp_path, soon, monkeypatch, caplog):
+def test_a_server_that_hangs_at_the_end(tmp_path, url, monkeypatch, caplog):
     monkeypatch.setattr(mirror, "CLOSE_SECONDS", 1.0)
-    (tmp_path / "mirror").mkdir()
     save(tmp_path / "a", 1)
-    copier = mirror.Mirror(str(tmp_path / "mirror"), tmp_path / "a")
+    copier = mirror.Mirror(url, tmp_path / "a")
     watched_runs.wait_until(lambda: copier.copied_at, "the first copy")
     until = threading.Event()
     monkeypatch.setattr(copier._place, "upload", lambda *_: until.wait())
@@ -233,12 +234,11 @@ def test_a_server_that_hangs_at_the_end(tmp_path, soon, monkeypatch, caplog):
     until.set()
 
 
-def test_the_rows_of_a_checkpoint_are_there_before_it(tmp_path, soon):
+def test_the_rows_of_a_checkpoint_are_there_before_it(tmp_path, url):
     """Checkpoints come faster than copies, and a reader finds each whole."""
-    (tmp_path / "mirror").mkdir()
     folder, copy = tmp_path / "a", tmp_path / "mirror" / "a"
     save(folder, 1)
-    copier = mirror.Mirror(str(tmp_path / "mirror"), folder)
+    copier = mirror.Mirror(url, folder)
     seen, step, until = set(), 1, time.monotonic() + watched_runs.patience(20)
     while time.monotonic() < until and len(seen) < 10:
         step += 1
@@ -255,8 +255,7 @@ def test_the_rows_of_a_checkpoint_are_there_before_it(tmp_path, soon):
     assert step_of((copy / "model.tar").read_bytes()) == step == marker_of(copy)["step"]
 
 
-def test_what_is_copied(tmp_path, soon):
-    (tmp_path / "mirror").mkdir()
+def test_what_is_copied(tmp_path, url):
     folder = tmp_path / "a[1]*"  # no pattern
     save(folder, 1)
     others = "wandb/run.wandb", ".model.tar.tmp", "console.log"
@@ -264,21 +263,19 @@ def test_what_is_copied(tmp_path, soon):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     (folder / "link").symlink_to("/etc/passwd")
-    mirror.Mirror(str(tmp_path / "mirror"), folder).close(0)
+    mirror.Mirror(url, folder).close(0)
     copy = tmp_path / "mirror" / "a[1]*"
     names = [str(x.relative_to(copy)) for x in copy.rglob("*") if x.is_file()]
     expected = ["logs.csv", "meta.json", "mirror.json", "model.tar", "sources/mine.py"]
     assert sorted(names) == expected
-    fetch(str(tmp_path / "mirror"), tmp_path / "b" / folder.name, None)
+    fetch(url, tmp_path / "b" / folder.name, None)
     assert (tmp_path / "b" / folder.name / "sources" / "mine.py").exists()
 
 
 # --- Which one wins
 
 
-def test_of_two_checkpoints_the_later_one_is_kept(tmp_path, soon):
-    url = str(tmp_path / "mirror")
-    (tmp_path / "mirror").mkdir()
+def test_of_two_checkpoints_the_later_one_is_kept(tmp_path, url):
     save(tmp_path / "a", 5)
     mirror.Mirror(url, tmp_path / "a").close(0)
     for step, expected in ((None, 5), (4, 5), (5, 5), (6, 6)):
@@ -292,9 +289,7 @@ def test_of_two_checkpoints_the_later_one_is_kept(tmp_path, soon):
         assert (after == before) == (step in (5, 6))
 
 
-def test_another_run_of_the_same_name_is_refused(tmp_path, soon):
-    url = str(tmp_path / "mirror")
-    (tmp_path / "mirror").mkdir()
+def test_another_run_of_the_same_name_is_refused(tmp_path, url):
     save(tmp_path / "a", 5)
     mirror.Mirror(url, tmp_path / "a").close(0)
     other = tmp_path / "b" / "a"
@@ -310,10 +305,9 @@ def test_another_run_of_the_same_name_is_refused(tmp_path, soon):
 
 
 def test_of_two_processes_that_write_the_later_one_goes_on(
-    tmp_path, soon, caplog, monkeypatch
+    tmp_path, url, caplog, monkeypatch
 ):
-    url, copy = str(tmp_path / "mirror"), tmp_path / "mirror" / "a"
-    (tmp_path / "mirror").mkdir()
+    copy = tmp_path / "mirror" / "a"
     save(tmp_path / "a", 5)
     first = mirror.Mirror(url, tmp_path / "a")
     watched_runs.wait_until(lambda: first.copied_at, "the first copy")
@@ -334,9 +328,7 @@ def test_of_two_processes_that_write_the_later_one_goes_on(
     assert step_of((copy / "model.tar").read_bytes()) == marker_of(copy)["step"] == 6
 
 
-def test_a_fetch_that_was_cut_off_is_made_up_for(tmp_path, soon, monkeypatch):
-    url = str(tmp_path / "mirror")
-    (tmp_path / "mirror").mkdir()
+def test_a_fetch_that_was_cut_off_is_made_up_for(tmp_path, url, monkeypatch):
     save(tmp_path / "a", 5)
     mirror.Mirror(url, tmp_path / "a").close(0)
     folder, write = tmp_path / "b" / "a", mirror.atomic_write
@@ -370,9 +362,8 @@ def test_files_that_nobody_should_write(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"more": 1}', "\xff"])
-def test_a_damaged_marker(tmp_path, text):
-    (tmp_path / "mirror" / "a").mkdir(parents=True)
+def test_a_damaged_marker(tmp_path, url, text):
+    (tmp_path / "mirror" / "a").mkdir()
     (tmp_path / "mirror" / "a" / "mirror.json").write_bytes(text.encode("latin-1"))
-    url = str(tmp_path / "mirror")
     with pytest.raises(FlagError, match=r"mirror.json is damaged"):
         fetch(url, tmp_path / "a", None)
