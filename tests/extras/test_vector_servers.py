@@ -82,7 +82,6 @@ def test_names_of_the_learners_own_fields(address, name):
         ({"reward": None}, 'no "reward"'),
         ({"reward": np.zeros(3)}, r'"reward".*\[3\], not float32 \[2\]'),
         ({"episode_step": np.zeros(2)}, '"episode_step".*float64.*int64'),
-        ({"more": np.zeros(2)}, "6 fields.*5"),
         ({"observation": np.zeros((2, 4))}, r'"observation".*\[2, 4\]'),
     ],
 )
@@ -98,7 +97,6 @@ def test_vector_rows_that_do_not_fit(change, match, address):
         ({"num_envs": 0}, "num_envs.*0"),
         ({"num_envs": 3}, r"\[2, 3\], not float32 \[3, 3\]"),
         ({"initial": lambda self: 3}, "dict, not.*int"),
-        ({"observation_space": None}, "None is none of Box"),
     ],
 )
 def test_vector_environments_that_cannot_be_served(attributes, match, address):

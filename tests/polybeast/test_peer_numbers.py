@@ -82,12 +82,6 @@ def end_server(server, run, rollouts, followers):
             test_actor_pool.check([next(rollouts)], followers)
 
 
-def assert_every_step_counted(stats):
-    """Each is one of a whole rollout or was dropped, if all streams were lost."""
-    learned = stats["num_rollouts"] * T * CodedVector.num_envs
-    assert stats["num_steps"] == learned + stats["num_dropped_steps"]
-
-
 def test_a_server_killed_at_any_moment(tmp_path):
     address = f"unix:{tmp_path}/socket"
     with PoolRun(
@@ -105,4 +99,6 @@ def test_a_server_killed_at_any_moment(tmp_path):
             end_server(server, run, rollouts, followers)
     stats = run.pool.stats()
     assert stats["num_reconnects"] == 2 * 4
-    assert_every_step_counted(stats)
+    # Each step is one of a whole rollout or was dropped, if all streams were lost.
+    learned = stats["num_rollouts"] * T * CodedVector.num_envs
+    assert stats["num_steps"] == learned + stats["num_dropped_steps"]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import runs
-import skips
 
 TESTS = Path(__file__).parents[1]
 ONE = """
@@ -66,7 +65,3 @@ def test_a_skip_that_is_not_expected_fails(run, workers):
     done = run(EXPECTED, *workers)
     assert done.returncode == 0, done.stdout
     assert "UNEXPECTED" not in done.stdout
-
-
-def test_the_list_of_this_repository_has_reasons():
-    skips.read_expected((TESTS / "expected_skips.txt").read_text())
