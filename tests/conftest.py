@@ -33,7 +33,6 @@ NEED_PROC = {  # they look at the processes of a run
 NEED_NATIVE = {  # they start programs that import it
     "test_build_on_demand.py",
     "test_cluster.py",
-    "test_cluster_page.py",
     "test_evaluate_on_servers.py",
     "test_native_ends.py",
     "test_peers.py",
