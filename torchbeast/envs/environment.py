@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -41,32 +41,23 @@ def example_environment(flags: argparse.Namespace) -> "Environment":
     return Environment(flags, E if vector_maker(flags) else 1)
 
 
-class Totals(NamedTuple):
-    """Returns and lengths so far, of the episodes and games of E environments."""
+# What is added up, [4, E] float64: float32 loses digits in long games.
+TOTALS = "episode_return", "episode_step", "game_return", "game_step"
 
-    episode_return: np.ndarray  # [E] float64: float32 loses digits in long games
-    episode_step: np.ndarray  # [E] int64
-    game_return: np.ndarray
-    game_step: np.ndarray
 
-    @classmethod
-    def zeros(cls, num_envs: int) -> "Totals":
-        return cls(*(np.zeros(num_envs, dtype) for dtype in (np.float64, np.int64) * 2))
+def add_step(totals: np.ndarray, reward: np.ndarray, counts: Any = 1) -> np.ndarray:
+    """Adds a step with rewards [E], where it counts: bool [E], or for all."""
+    return totals + np.stack(np.broadcast_arrays(reward, counts) * 2)
 
-    def add(self, reward: np.ndarray, counts: Any = 1) -> "Totals":
-        """Adds a step with rewards [E], where it counts: bool [E], or for all."""
-        return Totals(*(x + y for x, y in zip(self, (reward, counts) * 2, strict=True)))
 
-    def restart(self, done: np.ndarray, game_over: np.ndarray) -> "Totals":
-        """Begins new episodes where done [E], and new games where game_over [E]."""
-        over = (done, done, game_over, game_over)
-        return Totals(*(np.where(y, 0, x) for x, y in zip(self, over, strict=True)))
+def restart(totals: np.ndarray, done: np.ndarray, game_over: np.ndarray) -> np.ndarray:
+    """Begins new episodes where done [E], and new games where game_over [E]."""
+    return np.where([done, done, game_over, game_over], 0, totals)
 
-    def as_fields(self) -> dict[str, np.ndarray]:
-        """The four fields of a row; returns as float32."""
-        dtypes = (np.float32, np.int64) * 2
-        stored = (x.astype(dtype) for x, dtype in zip(self, dtypes, strict=True))
-        return dict(zip(self._fields, stored, strict=True))
+
+def total_fields(totals: np.ndarray) -> dict[str, np.ndarray]:
+    """These fields of a row; returns as float32, steps as int64."""
+    return {k: x.astype(FIELDS[k]) for k, x in zip(TOTALS, totals, strict=True)}
 
 
 class Environment:
@@ -149,14 +140,14 @@ class Environment:
         seeds = [game_seed(self.seed, i, self._initial_calls) for i in self.indices]
         self._initial_calls += 1
         observation, infos = self._call(self.envs.reset, seed=seeds)
-        self._totals = Totals.zeros(self.num_envs)
+        self._totals = np.zeros((4, self.num_envs))
         none = np.zeros(self.num_envs, np.bool_)
         self._row = {
             "observation": observation,
             "reward": np.zeros(self.num_envs, np.float32),
             "done": ~none,
             "truncated": none,
-            **self._totals.as_fields(),
+            **total_fields(self._totals),
             "game_over": none.copy(),
             "last_action": np.zeros(*_actions_of(self.action_space, self.num_envs)),
             **make_fields(infos, ~none, none),
@@ -174,7 +165,7 @@ class Environment:
         done = terminated | truncated
         truncated = truncated & ~terminated
         counts = agent_is_present(self._row["observation"])
-        self._totals = self._totals.add(reward, counts)
+        self._totals = add_step(self._totals, reward, counts)
         reward = reward.astype(np.float32)
         if not math.isfinite(sum(reward.tolist())):
             raise InvalidEnvironmentError(
@@ -190,12 +181,12 @@ class Environment:
             "reward": reward,
             "done": done,
             "truncated": truncated,
-            **self._totals.as_fields(),
+            **total_fields(self._totals),
             "game_over": game_over,
             "last_action": np.array(actions),
             **make_fields(infos, done, truncated),
         }
-        self._totals = self._totals.restart(done, game_over)
+        self._totals = restart(self._totals, done, game_over)
         return self._row
 
     def _stack_final(self, final: Any, truncated: np.ndarray) -> Any:
@@ -276,7 +267,7 @@ class Environment:
                 "so this run is not an exact continuation",
                 self.flags.env,
             )
-        self._totals = Totals(*state["episode_so_far"], *state["game_so_far"])
+        self._totals = np.concatenate([state["episode_so_far"], state["game_so_far"]])
         self.final_observation = state["final_observation"]
         self._row = {**state["row"], "observation": observation}
         return self._row

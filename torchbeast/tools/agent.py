@@ -31,8 +31,8 @@ from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
-from torchbeast.envs import values
-from torchbeast.envs.environment import Totals, example_environment, to_env_actions
+from torchbeast.envs import environment, values
+from torchbeast.envs.environment import example_environment, to_env_actions
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
 from torchbeast.envs.make_env import create_env
 from torchbeast.flags import TRAINING, Flags
@@ -47,7 +47,7 @@ class AgentState(NamedTuple):
 
     core: State
     last_action: torch.Tensor  # [1, n, ...], as the policy counts it
-    totals: Totals
+    totals: np.ndarray  # see environment.TOTALS
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,12 +121,12 @@ class Agent:
         kind = self.model.distribution
         if state is None:
             none = torch.zeros(1, n, *kind.action_shape, dtype=kind.action_dtype)
-            state = AgentState(self.model.initial_state(n), none, Totals.zeros(n))
+            state = AgentState(self.model.initial_state(n), none, np.zeros((4, n)))
         elif state.last_action.shape[1] != n:
             raise ValueError(f"state is not of {n} environments, as observation is")
         else:
-            state = state._replace(totals=state.totals.add(rewards))
-        row |= state.totals.as_fields()
+            state = state._replace(totals=environment.add_step(state.totals, rewards))
+        row |= environment.total_fields(state.totals)
         row["last_action"] = state.last_action[0].numpy()
         sample = functools.partial(kind.sample, generator=self.generator)
         choose: Choose = kind.mode if greedy else sample
@@ -135,7 +135,7 @@ class Agent:
         if results["policy_logits"].isnan().any():
             cause = find_cause(tensors, reward_is_clipped=True)
             raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
-        totals = state.totals.restart(ended, row["game_over"])
+        totals = environment.restart(state.totals, ended, row["game_over"])
         new_state = AgentState(core, results["action"], totals)
         actions = results["action"][0].numpy()
         which: Any = 0 if is_one else slice(None)
