@@ -10,7 +10,6 @@ import contextvars
 import functools
 import logging
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +25,6 @@ from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
     agent_is_present,
-    mask_space,
     num_options,
     plain_space,
     policy_space,
@@ -199,13 +197,6 @@ class Environment:
         """Joins one observation of each environment: nested [E, ...]."""
         out: Any = create_empty_array(self.observation_space, self.num_envs)
         return concatenate(self.observation_space, observations, out)
-
-    def try_out(self) -> None:
-        """Resets and steps each environment once, to find errors early."""
-        self.set_seed(secrets.randbits(31), self.indices.start)
-        row = self.initial()
-        if not mask_space(self.observation_space):  # of action 0
-            self.step(row["last_action"])
 
     def render(self) -> np.ndarray | None:
         """Draws the first environment: [H, W, 3] uint8, or None if it has a window."""

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 from torchbeast.base.errors import text_of
 from torchbeast.base.seldom import Seldom
 from torchbeast.envs.environment import Environment, example_environment
+from torchbeast.envs.values import mask_space
 from torchbeast.flags import Flags
 from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
@@ -152,7 +154,10 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
 def try_environment(flags: Flags) -> str:
     """Makes, resets and steps an environment. Returns a description for the log."""
     with contextlib.closing(example_environment(flags)) as env:
-        env.try_out()
+        env.set_seed(secrets.randbits(31), 0)
+        row = env.initial()
+        if not mask_space(env.observation_space):  # of action 0
+            env.step(row["last_action"])
         return (
             f"{flags.envs_per_actor} x {flags.env} per stream, observation "
             f"{env.observation_space}, action {env.action_space}"
