@@ -10,7 +10,7 @@ from nets import default_flags, make_net
 
 from torchbeast.base.errors import UserError
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.core import rollout
+from torchbeast.core import counters, rollout
 from torchbeast.core.acting import row_spec
 from torchbeast.core.buffers import (
     PAGESIZE,
@@ -256,7 +256,7 @@ def test_ends_of_episodes_and_games():
         batch["done"][t, b] = True
     batch["game_over"][0] = True
     batch["game_over"][3, 0] = True  # the others lost a life only
-    assert rollout.episode_ends(batch) == {
+    assert counters.episode_ends(batch) == {
         "episode_return": [5.5, 9.5, 16.5],
         "episode_step": [5, 9, 16],
         "game_return": [109.5],

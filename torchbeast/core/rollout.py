@@ -128,15 +128,6 @@ def not_replayed(batch: dict[str, Nested], valid: torch.Tensor) -> torch.Tensor:
     return valid & ~batch.get("replayed", torch.zeros_like(valid))
 
 
-def episode_ends(batch: dict[str, Nested]) -> dict[str, list]:
-    """Returns and lengths of the episodes and games that ended in rows 1 to T."""
-    over = batch["game_over"]
-    done = batch["done"] & (batch["episode_step"] > 0)  # some of its steps count
-    ends = {"episode_return": done, "episode_step": done}
-    ends |= {"game_return": over, "game_step": over}
-    return {name: batch[name][1:][x[1:]].tolist() for name, x in ends.items()}
-
-
 def minibatches(
     batch: dict[str, Nested], initial_state: State, count: int
 ) -> Iterator[tuple[dict[str, Nested], State]]:
