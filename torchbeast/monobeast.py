@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchbeast import flags as declared_flags
 from torchbeast.base import devices, parts, ranks
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import keep_freed_memory
@@ -45,7 +44,7 @@ from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.buffers import create_buffers
 from torchbeast.core.rollout import State
 from torchbeast.core.weights import SharedWeights
-from torchbeast.flags import Flags
+from torchbeast.flags import GROUPS, Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.local.layout import actors_class, resolve_layout
 from torchbeast.model import CHOICES, make_model
@@ -103,8 +102,7 @@ class Actor:
         self.weights = SharedWeights(self.model, weights_memory)
         prepare_to_act(self.model, flags.compile)
         self.policy_version = 0  # number of updates of the weights
-        self.generator = torch.Generator()
-        self.generator.manual_seed(derive_seed(flags.seed, index))
+        self.generator = torch.Generator().manual_seed(derive_seed(flags.seed, index))
         self.sample = functools.partial(
             self.model.distribution.sample, generator=self.generator
         )
@@ -151,15 +149,11 @@ class Actor:
     def decide(self, env_row: dict[str, Nested]) -> None:
         """Chooses actions: sets the row, and the states before and after it."""
         self.state_before = self.state
-        final = self.env.final_observation  # of truncated episodes
-        outputs, self.state = act_step(
-            self.model,
-            to_tensors(env_row),
-            self.state,
-            self.sample,
-            self.policy_version,
-            None if final is None else to_tensors(final),
-        )
+        row, final = to_tensors(env_row), self.env.final_observation
+        if final is not None:  # of truncated episodes
+            final = to_tensors(final)
+        about = row, self.state, self.sample, self.policy_version, final
+        outputs, self.state = act_step(self.model, *about)
         agent_row = map_nested(lambda x: x.squeeze(0).numpy(), outputs)  # [E, ...]
         self.row = env_row | agent_row
 
@@ -350,8 +344,7 @@ def log_timings(run: Run, actors: Any) -> None:
 
 
 def make_parser() -> FlagParser:
-    own = declared_flags.MonoBeast
-    groups = (*declared_flags.TRAINING, own, *parts.groups())
+    groups = (*GROUPS, *parts.groups())
     return FlagParser("MonoBeast: IMPALA on one machine.", groups, CHOICES)
 
 
