@@ -1,20 +1,15 @@
-"""Devices: those that the flags select, and work on them that nobody waits for.
-
-Importing this module does not load torch.
-"""
-
-from __future__ import annotations
+"""Devices: those that the flags select, and work on them that nobody waits for."""
 
 import argparse
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from torchbeast.base import hardware, ranks
 from torchbeast.base.errors import FlagError
-
-if TYPE_CHECKING:
-    import torch
 
 AHEAD = ("cuda", "xpu")  # they compute while Python goes on, and copy beside that
 
@@ -30,10 +25,6 @@ def actor_device(flags: argparse.Namespace) -> torch.device:
 
 
 def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
-    import torch
-
-    from torchbeast.base import hardware, ranks
-
     given = getattr(flags, name, None)
     kind, gpus = hardware.accelerators()
     if flags.disable_cuda or (kind == "mps" and not given):  # slower for small networks
@@ -57,8 +48,6 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
 
 def fast_bf16(device: torch.device) -> bool:
     """Whether the device has bfloat16 matrix instructions."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
@@ -80,8 +69,6 @@ def works_ahead(device: torch.device) -> bool:
 
 def check_compiler(mode: str, device: torch.device) -> None:
     """Raises a FlagError if this PyTorch can't compile in the mode for the device."""
-    import torch
-
     if mode != "default" and device.type == "cuda" and torch.__version__ < "2.13":
         raise FlagError(f"--compile {mode} needs PyTorch 2.13; use --compile default")
 
@@ -91,8 +78,6 @@ def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
 
     Numbers must fit float64 (MPS: float32).
     """
-    import torch
-
     tensors = {k: x.detach() for k, x in row.items() if isinstance(x, torch.Tensor)}
     device = next((x.device for x in tensors.values()), torch.device("cpu"))
     if device.type == "cpu":
@@ -118,8 +103,6 @@ def copying(device: torch.device) -> Iterator[None]:
 
     Memory that is allocated inside must live until the GPU has used it.
     """
-    import torch
-
     if device.type not in AHEAD:
         yield
         return
@@ -133,8 +116,6 @@ def copying(device: torch.device) -> Iterator[None]:
 
 def stack(parts: list[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
     """torch.stack of tensors of the CPU, on the device; see copying."""
-    import torch
-
     if device.type not in AHEAD:
         return torch.stack(parts, dim).to(device)
     shape = list(parts[0].shape)
@@ -153,6 +134,4 @@ def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def send(values: Any, device: torch.device) -> torch.Tensor:
     """A small tensor or array on the device, where it arrives before it is used."""
-    import torch
-
     return torch.as_tensor(values).to(device, non_blocking=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchbeast.base import parts
-from torchbeast.base.devices import fast_bf16, learner_device
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
 from torchbeast.base.hardware import num_cpus
@@ -179,6 +178,8 @@ def resolve(flags: Flags) -> Flags:
         # Half of the cores are for the actors.
         flags.torch_threads = max(1, num_cpus() // 2 // learners)
     if flags.precision == "auto":
+        from torchbeast.base.devices import fast_bf16, learner_device  # with torch
+
         flags.precision = "bf16" if fast_bf16(learner_device(flags)) else "fp32"
     return flags
 
