@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 
-from torchbeast.base import hardware, ranks
+from torchbeast.base import ranks
 from torchbeast.base.errors import FlagError
 
 AHEAD = ("cuda", "xpu")  # they compute while Python goes on, and copy beside that
+
+
+def accelerators() -> tuple[str, int]:
+    """The kind of this machine's GPUs, such as cuda, xpu or mps, and their number."""
+    if kind := torch.accelerator.current_accelerator(check_available=True):
+        return kind.type, torch.accelerator.device_count()
+    return "cuda", 0
 
 
 def learner_device(flags: argparse.Namespace) -> torch.device:
@@ -26,7 +33,7 @@ def actor_device(flags: argparse.Namespace) -> torch.device:
 
 def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     given = getattr(flags, name, None)
-    kind, gpus = hardware.accelerators()
+    kind, gpus = accelerators()
     if flags.disable_cuda or (kind == "mps" and not given):  # slower for small networks
         gpus = 0
     if not given and name == "actor_device" and (gpus < 2 or flags.learner_device):

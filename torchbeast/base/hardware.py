@@ -65,15 +65,6 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def accelerators() -> tuple[str, int]:
-    """The kind of this machine's GPUs, such as cuda, xpu or mps, and their number."""
-    import torch
-
-    if kind := torch.accelerator.current_accelerator(check_available=True):
-        return kind.type, torch.accelerator.device_count()
-    return "cuda", 0
-
-
 def keep_freed_memory(device: Any) -> None:
     """Makes glibc keep large freed blocks for the next update or message.
 

@@ -221,7 +221,6 @@ class Environment:
         shape = -1, *(space.shape or ())
         logs = [np.array(game.actions, space.dtype) for game in self.games]
         state = {
-            "env": self.flags.env,
             "row": self._row,
             "final_observation": self.final_observation,
             "episode_so_far": self._totals[:2],
@@ -236,14 +235,7 @@ class Environment:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Restores the saved state and returns its row.
-
-        Warns if an observation differs from the saved one. Raises ValueError if the
-        state has another environment or number of environments.
-        """
-        found = (state["env"], len(state["row"]["done"]))
-        if found != (self.flags.env, self.num_envs):
-            raise ValueError(f"the saved state is of {found[1]} x {found[0]}")
+        """Restores it and returns its row. Warns if the games are not the same."""
         # No import of torch, see state_dict.
         state = map_nested(
             lambda x: x.numpy().copy() if hasattr(x, "numpy") else x, state

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbeast.base import hardware, ranks
+from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.ranks import Alone
 from torchbeast.runs.files import RunFolder
@@ -33,7 +33,7 @@ def joined(flags: Any) -> Iterator[Alone]:
     It waits for the others twice as long as one may wait for its environments, and
     until rank 0 can have saved or loaded a replay.
     """
-    kind, gpus = hardware.accelerators()
+    kind, gpus = devices.accelerators()
     own = dist.get_default_backend_for_device(kind)  # of CUDA's GPUs: nccl
     backend = f"cpu:gloo,{kind}:{own}" if gpus and own != "gloo" else "gloo"
     seconds = max(flags.actor_timeout, getattr(flags, "connect_timeout", 0))
