@@ -45,7 +45,10 @@ TOTALS = "episode_return", "episode_step", "game_return", "game_step"
 
 def add_step(totals: np.ndarray, reward: np.ndarray, counts: Any = 1) -> np.ndarray:
     """Adds a step with rewards [E], where it counts: bool [E], or for all."""
-    return totals + np.stack(np.broadcast_arrays(reward, counts) * 2)
+    totals = totals.copy()
+    totals[::2] += reward
+    totals[1::2] += counts
+    return totals
 
 
 def restart(totals: np.ndarray, done: np.ndarray, game_over: np.ndarray) -> np.ndarray:
