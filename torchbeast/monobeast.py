@@ -191,14 +191,12 @@ class Actor:
 
 def make_buffers(flags: Flags, learner: Learner) -> dict[str, Nested]:
     """Makes slots: rows [slots, T + 1, ...], state [slots, layers, ...]."""
-    states = [
-        rollout.Spec((x.shape[0], *x.shape[2:]), x.dtype)
-        for x in learner.model.initial_state(1)
-    ]
+    state = learner.model.initial_state(1)
+    states = tuple(rollout.Spec(x[:, 0].shape, x.dtype) for x in state)
     N, T = flags.num_buffers, flags.unroll_length
     return {
         "rows": create_buffers(learner.row_spec, (N, T + 1)),
-        "initial_state": create_buffers(tuple(states), (N,)),
+        "initial_state": create_buffers(states, (N,)),
     }
 
 

@@ -230,7 +230,7 @@ class Actors:
         states = []
         for child in self.children:
             if not children.wait([child], self.watch.timeout):
-                children.fail_stuck(child, self.watch.timeout)
+                child.fail_stuck(self.watch.timeout)
             ((_, state),) = self._receive(child)
             states.append(pickle.loads(state))
         return states

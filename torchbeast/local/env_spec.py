@@ -50,7 +50,7 @@ def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
         child = group.start(who, _describe, flags)
         for seconds in (START_SECONDS, timeout):  # of the imports, of the environment
             if not children.wait([child], seconds):
-                children.fail_stuck(child, seconds)
+                child.fail_stuck(seconds)
             spec = child.receive()
         group.end(CLOSE_SECONDS)
         return spec

@@ -94,7 +94,7 @@ class Supervisor:
                 self._take(server, *message)
             if server.is_ready or now - server.since <= limit:
                 return
-            children.print_stack(child)
+            child.print_stack()
             raise ServerError(
                 f"it is not ready after {limit:g} s. If its environments need that "
                 "long, raise --actor_timeout"

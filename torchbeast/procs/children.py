@@ -125,6 +125,20 @@ class Child:
         how = how_it_ended(self.process.exitcode, self.hints)
         raise ProcessError(f"{self.who} died {how}")
 
+    def print_stack(self) -> None:
+        """Makes it print its Python stack, see begin_child."""
+        with contextlib.suppress(OSError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+
+    def fail_stuck(self, seconds: float) -> NoReturn:
+        """Makes it print its stack, and raises ProcessError."""
+        self.print_stack()
+        raise ProcessError(
+            f"{self.who} made no step for {seconds:g} s. Its stack is above, if it "
+            "could print it. If the environment is that slow, raise --actor_timeout"
+        )
+
 
 class Children(Guardian):
     """Child processes of multiprocessing. They end with this process, or at `close`.
@@ -208,23 +222,7 @@ class StepWatch:
             if steps != seen:
                 self._seen[child] = steps, self.awake
             elif self.awake - since > self.timeout:
-                fail_stuck(child, self.timeout)
-
-
-def fail_stuck(child: Child, seconds: float) -> NoReturn:
-    """Prints the stack of a stuck child and raises ProcessError."""
-    print_stack(child)
-    raise ProcessError(
-        f"{child.who} made no step for {seconds:g} s. Its stack is above, if it could "
-        "print it. If the environment is that slow, raise --actor_timeout"
-    )
-
-
-def print_stack(child: Child) -> None:
-    """Makes a child print its Python stack, see begin_child."""
-    with contextlib.suppress(OSError):
-        os.kill(child.process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+                child.fail_stuck(self.timeout)
 
 
 # --- In the child ---------------------------------------------------------------------
