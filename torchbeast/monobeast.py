@@ -124,10 +124,7 @@ class Actor:
         self.timings.time("load")
 
     def unroll(self, slots: list[int]) -> None:
-        """Fills a slot per environment with rows 0..T and the state before row 0.
-
-        Row 0 is the last row of the previous unroll.
-        """
+        """Fills a slot per environment: rows 0..T, and the state before row 0."""
         if self.row is None:
             self.state = self.model.initial_state(self.env.num_envs)
             self.decide(self.env.initial())
@@ -284,10 +281,7 @@ def in_rounds(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
 
 
 def train(start: Start, *attach: Callable[[Run], Any], until: int | None = None) -> int:
-    """Trains until flags.total_steps or a stop signal. Returns the exit status.
-
-    For attach and until see Run.
-    """
+    """Trains until --total_steps or a stop signal, see Run. Returns the exit status."""
     flags = start.flags
     env_spec = actors_class(flags).find_env_spec(flags)
     check_games_can_be_saved(flags, env_spec.exact_resume)
