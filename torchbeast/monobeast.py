@@ -206,8 +206,7 @@ def get_batch(
         # [slots, n, ...] -> [n, B, ...], where n is T + 1, or layers for the state
         return devices.stack([buffer[i] for i in slots], 1, device)
 
-    batch = map_nested(gather, buffers["rows"])
-    return batch, map_nested(gather, buffers["initial_state"])
+    return map_nested(gather, (buffers["rows"], buffers["initial_state"]))
 
 
 def at_once(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:

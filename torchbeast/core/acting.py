@@ -121,8 +121,7 @@ def row_spec(model: Net) -> dict[str, Nested]:
     model.train(was_training)
     if twice := sorted(environment.keys() & outputs.keys()):
         raise ModelError(
-            f"the model outputs {', '.join(twice)} while acting, a name of a field of "
-            "the environment"
+            f"the model outputs {', '.join(twice)}, a field of environments"
         )
     agent = map_nested(lambda x: rollout.Spec(tuple(x.shape[2:]), x.dtype), outputs)
     return environment | agent

@@ -12,24 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class VTraceReturns(NamedTuple):
-    vs: torch.Tensor  # [T, B, C...] float: regression targets of the values
-    pg_advantages: torch.Tensor  # [T, B, C...] float: weights of the log-probabilities
+    vs: Tensor  # [T, B, C...] float: regression targets of the values
+    pg_advantages: Tensor  # [T, B, C...] float: weights of the log-probabilities
 
 
 class VTraceFromLogitsReturns(NamedTuple):
-    vs: torch.Tensor  # [T, B, C...]
-    pg_advantages: torch.Tensor  # [T, B, C...]
-    log_rhos: torch.Tensor  # [T, B]: log π(a|x) - log μ(a|x)
-    behavior_action_log_probs: torch.Tensor  # [T, B]: log μ(a|x)
-    target_action_log_probs: torch.Tensor  # [T, B]: log π(a|x)
+    vs: Tensor  # [T, B, C...]
+    pg_advantages: Tensor  # [T, B, C...]
+    log_rhos: Tensor  # [T, B]: log π(a|x) - log μ(a|x)
+    behavior_action_log_probs: Tensor  # [T, B]: log μ(a|x)
+    target_action_log_probs: Tensor  # [T, B]: log π(a|x)
 
 
-def action_log_probs(
-    policy_logits: torch.Tensor, actions: torch.Tensor
-) -> torch.Tensor:
+def action_log_probs(policy_logits: Tensor, actions: Tensor) -> Tensor:
     """Log-probabilities [...] of actions [...] under softmax(policy_logits [..., A]).
 
     That of a logit -inf is -inf. Raises ValueError if the shapes don't match.
@@ -43,15 +42,15 @@ def action_log_probs(
     return log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
 
 
-def finite(log_probs: torch.Tensor) -> torch.Tensor:
+def finite(log_probs: Tensor) -> Tensor:
     """Replaces -inf by the lowest finite number: 0 * x is 0, and so is its gradient."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
 
 
 def from_logits(
-    behavior_policy_logits: torch.Tensor,
-    target_policy_logits: torch.Tensor,
-    actions: torch.Tensor,
+    behavior_policy_logits: Tensor,
+    target_policy_logits: Tensor,
+    actions: Tensor,
     *steps: Any,
     **thresholds: Any,
 ) -> VTraceFromLogitsReturns:
@@ -72,16 +71,16 @@ def from_logits(
 
 @torch.no_grad()
 def from_importance_weights(
-    log_rhos: torch.Tensor,
-    discounts: torch.Tensor,
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    bootstrap_value: torch.Tensor,
+    log_rhos: Tensor,
+    discounts: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    bootstrap_value: Tensor,
     clip_rho_threshold: float | None = 1.0,
     clip_pg_rho_threshold: float | None = 1.0,
     clip_c_threshold: float | None = 1.0,
     trace_decay: float = 1.0,
-    valid: torch.Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> VTraceReturns:
     """V-trace from log importance weights (equation 1 and remark 2 of the paper).
 
@@ -137,11 +136,8 @@ def from_importance_weights(
 
 
 def policy_loss(
-    log_probs: torch.Tensor,
-    rhos: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_ratio: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs: Tensor, rhos: Tensor, advantages: Tensor, clip_ratio: float
+) -> tuple[Tensor, Tensor]:
     """The loss whose gradient is the policy gradient, with PPO's clipping.
 
     Args:
@@ -162,10 +158,10 @@ def policy_loss(
     return -(finite(log_probs) * advantages).sum(), clipped
 
 
-def value_loss(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def value_loss(values: Tensor, targets: Tensor) -> Tensor:
     """Half the sum of the squared errors of values [T, B, ...], a scalar."""
     return 0.5 * (targets - values).pow(2).sum()
 
 
-def _clip(rhos: torch.Tensor, threshold: float | None) -> torch.Tensor:
+def _clip(rhos: Tensor, threshold: float | None) -> Tensor:
     return rhos if threshold is None else rhos.clamp(max=threshold)

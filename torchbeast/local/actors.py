@@ -35,8 +35,7 @@ def actor_context() -> Any:
 
     Never fork a process that has threads: the copy can inherit a locked lock.
     """
-    methods = mp.get_all_start_methods()
-    context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["torchbeast.model", "torchbeast.envs.environment"])
     return context
 
@@ -191,9 +190,8 @@ class Actors:
         for i, steps in enumerate(self.steps):
             state, memory = saved and pickle.dumps(saved[i]), self.weights.memory
             about = actor_class, self.flags, env_spec, first + i, buffers, memory
-            child = self.group.start(
-                f"actor {first + i}", run_actor, *about, state, steps
-            )
+            name = f"actor {first + i}"
+            child = self.group.start(name, run_actor, *about, state, steps)
             child.steps = steps
         return list(self.group.alive)
 
