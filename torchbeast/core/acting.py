@@ -92,10 +92,8 @@ def check_result(result: Any, state: State, num_logits: int) -> None:
         for x in flatten(outputs.get(name)):
             found = list(getattr(x, "shape", ()))
             if found[: len(shape)] != shape:
-                raise ModelError(
-                    f"forward() of the model returned {name} {found}; for T = B = 1 "
-                    f"its shape must begin {shape}"
-                )
+                why = f"for T = B = 1 its shape must begin {shape}"
+                raise ModelError(f"forward() returned {name} {found}; {why}")
     old, new = ([list(x.shape) for x in flatten(y)] for y in (state, after))
     if old != new:
         raise ModelError(f"forward() made a state {new}; initial_state() has {old}")
