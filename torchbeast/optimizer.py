@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,19 +61,11 @@ class RMSProp(torch.optim.Optimizer):
     Args:
       outside: add ε outside the root: lr g / (sqrt(square) + ε). The square still
         starts from 1.
+      settings: lr, alpha, eps and momentum.
     """
 
-    def __init__(
-        self,
-        params: Iterable[torch.nn.Parameter],
-        lr: float,
-        alpha: float = 0.99,
-        eps: float = 0.01,
-        momentum: float = 0.0,
-        outside: bool = False,
-    ) -> None:
+    def __init__(self, params: Any, outside: bool, **settings: float) -> None:
         self.outside = outside
-        settings = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum}
         super().__init__(params, settings)
 
     @torch.no_grad()
