@@ -70,19 +70,17 @@ class TorchSettings:
     )
 
     def __init__(self) -> None:
-        self._inside = self._outside = [get() for get, _ in self.SETTINGS]
+        self._others = [get() for get, _ in self.SETTINGS]
 
-    def __enter__(self) -> None:
-        self._change_to(self._inside)
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = [get() for get, _ in self.SETTINGS]
-        self._change_to(self._outside)
-
-    def _change_to(self, values: list[Any]) -> None:
-        if self._inside != self._outside:
-            for (_, set_to), value in zip(self.SETTINGS, values, strict=True):
+    def __enter__(self, *_: object) -> None:
+        """Exchanges the two sets."""
+        before = [get() for get, _ in self.SETTINGS]
+        if before != self._others:
+            for (_, set_to), value in zip(self.SETTINGS, self._others, strict=True):
                 set_to(value)
+        self._others = before
+
+    __exit__ = __enter__
 
 
 def run_actor(
