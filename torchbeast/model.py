@@ -36,22 +36,17 @@ class Net(nn.Module):
       observation_space: Box, Discrete, MultiDiscrete, MultiBinary, or nested Dicts and
         Tuples of these. If its part "action_mask" has a 0, that action is never taken.
       action_space: Discrete, MultiDiscrete or Box.
-
-    Attributes:
-      bf16: run the image encoders in bfloat16, and only them: it rounds integers above
-        256, which vectors may hold.
-      encoder: of --encoder: the whole observation [N, ...] -> features [N, D] float32.
-      explorer: the acting part of --explorer, see ExplorerActor.
     """
 
     def __init__(
         self, flags: Flags, observation_space: spaces.Space, action_space: spaces.Space
     ) -> None:
         super().__init__()
+        # Of the image encoders only: it rounds integers above 256, as vectors may hold.
         self.bf16 = flags.precision == "bf16"
         self.observation_space = observation_space
         self.distribution = make_distribution(action_space)
-        self.explorer: Any = None
+        self.explorer: Any = None  # the acting part of --explorer, see ExplorerActor
         num_values = 1
         if getattr(flags, "explorer", None):
             from torchbeast.extras.explorer.method import make_method  # optional
@@ -59,6 +54,7 @@ class Net(nn.Module):
             method = make_method(flags.explorer, observation_space, self.distribution)
             self.explorer, num_values = method.actor, 1 + method.value_head
         sizes = flags.encoder_width, flags.layer_norm
+        # --encoder: the whole observation [N, ...] -> features [N, D] float32
         self.encoder = make_named("--encoder", flags.encoder, observation_space, *sizes)
         leaves = [] if self.encoder else iterate_space(observation_space)
         self.is_image = [is_image(space) for space in leaves]

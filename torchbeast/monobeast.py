@@ -79,10 +79,6 @@ class Actor:
       weights_memory: [banks, bytes] uint8, see SharedWeights.
       index: the actor's number; actors with different numbers act differently.
       num_steps: int64 scalar, for example in shared memory; counts the steps.
-
-    Attributes:
-      row: the newest row [E, ...] as NumPy, None before the first unroll.
-      timings: the sections "load", "env", "act", "write"; a process adds "wait".
     """
 
     def __init__(
@@ -112,10 +108,10 @@ class Actor:
         self.num_steps = (
             torch.zeros((), dtype=torch.int64) if num_steps is None else num_steps
         )
-        self.row: dict[str, Nested] | None = None
+        self.row: dict[str, Nested] | None = None  # the newest, [E, ...] in NumPy
         self.state_before: State = ()  # recurrent state before the newest row
         self.state: State = ()  # recurrent state after it
-        self.timings = Timings()
+        self.timings = Timings()  # "load", "env", "act", "write"; a process adds "wait"
 
     def load_weights(self, bank: int, policy_version: int) -> None:
         """From now on acts with a bank's weights, which have had so many updates."""

@@ -147,11 +147,6 @@ class Actors:
 
     An actor also sends ("log", level, message), and what it raises. The learner waits
     on all pipes and all processes at once, so that it sees at once if one dies.
-
-    Attributes:
-      idle: indices of the idle actors; the one that is idle for longest is the first.
-      timings: how each actor has spent its time so far; {} before its first unroll.
-      children: by the actor's index.
     """
 
     def __init__(
@@ -164,8 +159,8 @@ class Actors:
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
         self.flags, self.weights, self.publish = flags, weights, weights.publish
-        self.idle = list(range(flags.num_actors))
-        self.timings: list[dict[str, float]] = [{} for _ in self.idle]
+        self.idle = list(range(flags.num_actors))  # the one idle for longest is first
+        self.timings: list[dict[str, float]] = [{} for _ in self.idle]  # shares so far
         self.steps = step_counters(flags.num_actors)
         self.watch = children.StepWatch(flags.actor_timeout)
         self.group = children.Children(actor_context(), STOP_SECONDS)
@@ -183,7 +178,7 @@ class Actors:
     def start(
         self, actor_class: Any, env_spec: EnvSpec, buffers: Any, saved: Any
     ) -> list[children.Child]:
-        """Starts the processes."""
+        """Starts the processes. Returns them by the actor's index."""
         first = ranks.rank() * self.flags.num_actors  # each rank plays other games
         for i, steps in enumerate(self.steps):
             state, memory = saved and pickle.dumps(saved[i]), self.weights.memory

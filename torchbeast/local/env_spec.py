@@ -21,21 +21,14 @@ CLOSE_SECONDS = 5.0  # time limit for the environment's close()
 
 
 class EnvSpec(NamedTuple):
-    """What a learner needs to know about its environments.
-
-    Attributes:
-      frames_per_step: emulator frames per step.
-      exact_resume: whether games in progress can be saved.
-      num_envs: environments per stream (PolyBeast).
-      hello: the serialized hello of a stream, for comparison with others (PolyBeast).
-    """
+    """What a learner needs to know about its environments."""
 
     observation_space: spaces.Space
     action_space: spaces.Space
-    frames_per_step: int
-    exact_resume: bool = False
-    num_envs: int = 1
-    hello: bytes = b""
+    frames_per_step: int  # of the emulator
+    exact_resume: bool = False  # whether games in progress can be saved
+    num_envs: int = 1  # per stream (PolyBeast)
+    hello: bytes = b""  # serialized, of a stream, to compare it with others (PolyBeast)
 
 
 def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
