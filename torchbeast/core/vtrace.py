@@ -146,8 +146,7 @@ def policy_loss(
       advantages: [T, B]; 0 at steps that don't count.
       clip_ratio: PPO's epsilon; inf: no clipping.
 
-    Returns:
-      The sum, a scalar; and which steps are clipped, [T, B] bool.
+    Returns the sum, a scalar, and which steps are clipped, [T, B] bool.
     """
     # Schulman et al. 2017, equation 7: no gradient where rho has left the interval
     # around 1 in the direction of the advantage.

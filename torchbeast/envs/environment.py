@@ -214,10 +214,7 @@ class Environment:
                 log.warning("close() of %s raised:", self.flags.env, exc_info=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs: tensors and plain Python values.
-
-        Needs `exact_resume` and flags.sync.
-        """
+        """What `load_state_dict` needs: tensors and plain Python values."""
         assert self.exact_resume
         assert self.flags.sync, "the actions are not logged"
         space = self.envs.single_action_space  # not the policy's

@@ -31,20 +31,15 @@ STOP_SECONDS = 2.5  # actors that don't exit within this time are killed
 
 
 def actor_context() -> Any:
-    """The start method of processes that run environments.
-
-    Never fork a process that has threads: the copy can inherit a locked lock.
-    """
+    """The start method of processes that run environments."""
+    # Never fork a process that has threads: the copy can inherit a locked lock.
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["torchbeast.model", "torchbeast.envs.environment"])
     return context
 
 
 def seed_globals(*entropy: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch, for environments.
-
-    Forked processes inherit one state of them, so each process needs its own seed.
-    """
+    """Seeds the global generators: forked processes inherit one state of them."""
     seed = derive_seed(GLOBALS, *entropy)
     random.seed(seed)
     mtrand.set_bit_generator(np.random.MT19937(seed))

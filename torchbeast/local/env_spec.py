@@ -34,8 +34,7 @@ class EnvSpec(NamedTuple):
 def find_env_spec(flags: Flags, context: Any, timeout: float) -> EnvSpec:
     """Makes the environment in a child process, reads its properties and closes it.
 
-    `context` is of multiprocessing. Raises UserError if the flags name no usable
-    environment, or it was not made within `timeout` seconds.
+    Raises UserError if it can't be used, or was not made within `timeout` seconds.
     """
     log.info("Making one environment of %s to read its spaces.", flags.env)
     with contextlib.closing(children.Children(context)) as group:

@@ -23,9 +23,8 @@ def actors_class(flags: Flags) -> Any:
 def resolve_layout(flags: Flags) -> Flags:
     """Fills in the layout flags that depend on each other, and checks them.
 
-    Raises:
-      FlagError: actors and learner could wait for each other forever, an actor would
-        have no slots, or --sync or --launcher does not allow these flags.
+    Raises FlagError if actors and learner could wait for each other forever, or --sync
+    or --launcher does not allow these flags.
     """
     if flags.serial:
         flags.num_actors = 1

@@ -117,10 +117,7 @@ def draws(flags: Flags) -> bool:
 
 
 def play_in_processes(flags: Flags, weights: Weights, numbers: Sequence[int]) -> Games:
-    """Plays games in processes, with as many environments as in training at most.
-
-    Raises UserError: a process raised, died, or took no step for too long.
-    """
+    """Plays games in processes. Raises UserError if one raised, died or got stuck."""
     batches = [numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH)]
     count = 1 if draws(flags) else min(flags.num_actors or 1, num_cpus(), len(batches))
     # They may first import packages, and make or reset slow environments.
@@ -272,10 +269,7 @@ def _play_rows(
 
 
 def load_model(flags: Flags, env: Any, weights: Weights) -> Net:
-    """A model with the weights of a checkpoint, ready to act on the CPU.
-
-    `env` has the spaces. Raises CheckpointError: the weights don't fit.
-    """
+    """A model that acts on the CPU. Raises CheckpointError: the weights don't fit."""
     spaces = env.observation_space, env.action_space
     model = make_model(flags, *spaces, torch.device("cpu"))
     checkpoint.check_fit(weights, model)

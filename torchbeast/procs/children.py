@@ -141,10 +141,7 @@ class Child:
 
 
 class Children(Guardian):
-    """Child processes of multiprocessing. They end with this process, or at `close`.
-
-    If this process dies, they have `seconds` to exit.
-    """
+    """Child processes. They end at `close`, or `seconds` after this process died."""
 
     def __init__(self, context: Any, seconds: float = 0) -> None:
         super().__init__(seconds)
