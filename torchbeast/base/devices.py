@@ -46,10 +46,7 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     except RuntimeError as error:
         raise FlagError(f"--{name} {given}: {error}") from error
     if device.type != "cpu" and (device.type != kind or (device.index or 0) >= gpus):
-        raise FlagError(
-            f"--{name} {given}: there are {gpus} GPUs of kind {kind}"
-            + (" with --disable_cuda" if flags.disable_cuda else "")
-        )
+        raise FlagError(f"--{name} {given}: there are {gpus} GPUs of kind {kind}")
     return device
 
 

@@ -36,8 +36,7 @@ def find_object(flag: str, path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            f"{flag}: {error}. Install its package, or run in the directory of your "
-            "own file"
+            f"{flag}: {error}. Install it, or run in the directory of your own file"
         ) from error
     try:
         return operator.attrgetter(name)(module)

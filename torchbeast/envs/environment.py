@@ -245,11 +245,8 @@ class Environment:
         observation, saved = self._stack(last), state["row"]["observation"]
         same = functools.partial(np.array_equal, equal_nan=True)
         if not all(map(same, flatten(observation), flatten(saved))):
-            log.warning(
-                "%s is not deterministic: the same actions gave another observation, "
-                "so this run is not an exact continuation",
-                self.flags.env,
-            )
+            text = "%s is not deterministic: this run is no exact continuation"
+            log.warning(text, self.flags.env)
         self._totals = np.concatenate([state["episode_so_far"], state["game_so_far"]])
         self.final_observation = state["final_observation"]
         self._row = {**state["row"], "observation": observation}

@@ -117,11 +117,8 @@ def _from_gymnasium(name: str, arguments: dict[str, Any]) -> gymnasium.Env:
         env = gymnasium.make(name, disable_env_checker=True, **arguments)
         return MinAtarGame(env) if is_minatar else env
     except (ImportError, gymnasium.error.Error) as error:
-        raise FlagError(
-            f"--env {name}: {error}. Allowed are ids of Gymnasium whose package is "
-            "installed, module:Id-v0 for ids that the import registers, and "
-            "package.module:Class"
-        ) from error
+        known = "Gymnasium's ids (install the package), module:Id-v0 and module:Class"
+        raise FlagError(f"--env {name}: {error}. Allowed are {known}") from error
 
 
 def names_python(name: str) -> bool:

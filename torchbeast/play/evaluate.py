@@ -93,11 +93,8 @@ def evaluate(
         "date": files.now(),
         **files.provenance(),
     }
-    log.info(
-        "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f "
-        "(%(policy)s actions)",
-        result,
-    )
+    text = "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f"
+    log.info(text, result)
     parts.call("tested", flags, path.parent, result["step"])
     if draws(flags):
         return
