@@ -120,8 +120,8 @@ def read(space: spaces.Space, value: Any, leading: tuple[int, ...] = ()) -> Nest
     InvalidEnvironmentError if it is no such value.
     """
     shape = None if space.shape is None else leading + space.shape
-    is_array = isinstance(value, np.ndarray) and shape is not None
-    if is_array and value.shape == shape and value.dtype == space.dtype:
+    is_array = isinstance(value, np.ndarray) and value.shape == shape
+    if is_array and value.dtype == space.dtype:
         return value  # mostly
     if isinstance(space, spaces.Dict) and isinstance(value, Mapping):
         if space.spaces.keys() <= value.keys():

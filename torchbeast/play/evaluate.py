@@ -142,10 +142,9 @@ def play_in_processes(flags: Flags, weights: Weights, numbers: Sequence[int]) ->
 
 
 def start_player(group: Any, who: str, flags: Flags, numbers: Any, stream: int) -> Any:
-    """Starts a child of the group that plays these games whenever it gets weights.
+    """Starts a child that plays these games whenever it gets a pickled state dict.
 
-    It gets a pickled state dict, because tensors would go through shared memory. It
-    sends each game when it ends, or an error.
+    Tensors would go through shared memory. It sends each game that ends, or an error.
     """
     (steps,) = step_counters(1)
     child = group.start(who, _play_in_child, flags, numbers, stream, steps)

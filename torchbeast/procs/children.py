@@ -227,10 +227,7 @@ class StepWatch:
 
 @contextlib.contextmanager
 def sending_errors(pipe: connection.Connection, problem: str) -> Iterator[None]:
-    """Sends what the block raises; the parent's Child.receive raises it.
-
-    A UserError is sent as it is, another error as a text that begins with `problem`.
-    """
+    """Sends what the block raises to Child.receive; if it is no UserError, as text."""
     try:
         yield
     except BaseException as error:
