@@ -150,9 +150,6 @@ void ActorPool::run() {
       const PoolFacts facts =
           shared.look(now - std::exchange(looked_at, now) > kLongestGap);
       if (shared.options.check) shared.options.check(facts);
-      if (dialled.empty() && listener->is_closed()) {
-        throw TransportError("the listener of this pool has been closed");
-      }
       for (DialledStreams& streams : dialled) streams.go_on();
       shared.wait_for_news();
       if (shared.sessions.learner_queue->is_closed() ||

@@ -308,10 +308,6 @@ EventLog& Listener::events() { return state_->events; }
 void Listener::attach(StreamHost* host) {
   {
     MutexLock lock(state_->mutex);
-    if (state_->closing) {
-      throw TransportError("the listener at " + state_->server.address() +
-                           " has been closed");
-    }
     if (state_->host != nullptr) {
       throw std::invalid_argument("the listener at " + state_->server.address() +
                                   " has a pool already");

@@ -90,8 +90,7 @@ class Listener {
   // With the next number, for a stream that does not come through this listener.
   std::optional<wire::Seeding> next_seeding();
 
-  // Streams run there from here on. Throws std::invalid_argument if there is a host, and
-  // TransportError after close().
+  // Streams run there from here on. Throws std::invalid_argument if there is a host.
   // REQUIRES: it lives until detach().
   void attach(StreamHost* host);
   // Waits until no stream runs there. If the run had settled, or has failed, streams

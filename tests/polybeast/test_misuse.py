@@ -46,20 +46,3 @@ def test_a_tensor_whose_methods_lie(cls):
         queue.enqueue(torch.zeros(2, 3).as_subclass(cls))
     queue.enqueue(np.zeros((2, 3)))
     assert queue.size() == 1
-
-
-def test_a_pool_on_a_closed_listener_ends_at_once():
-    queue = libtorchbeast.BatchingQueue(batch_dim=1)
-    batcher = libtorchbeast.DynamicBatcher(batch_dim=1)
-    listener = libtorchbeast.Listener("127.0.0.1:0")
-    pool = libtorchbeast.ActorPool(
-        unroll_length=5,
-        learner_queue=queue,
-        inference_batcher=batcher,
-        env_server_addresses=[],
-        initial_agent_state=(),
-        listener=listener,
-    )
-    listener.close()
-    with pytest.raises(libtorchbeast.TransportError, match="has been closed"):
-        pool.run()
