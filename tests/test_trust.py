@@ -66,12 +66,14 @@ def test_processes_that_start_at_once_have_one_key(config):
     assert found == {trust.sign({"env": "a"}) + "\n"}
 
 
-@pytest.mark.parametrize("damage", ["short", "lost"])
+@pytest.mark.parametrize("damage", ["short", "public", "lost"])
 def test_a_key_that_can_not_be_used(config, caplog, damage):
     signature = trust.sign(FLAGS)
     key = config / "torchbeast" / "key"
     if damage == "short":
         key.write_bytes(b"")
+    elif damage == "public":
+        key.chmod(0o644)
     else:
         key.unlink()
     assert not trust.is_signed(FLAGS, signature)

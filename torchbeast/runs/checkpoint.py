@@ -131,6 +131,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         gpus = torch.cuda.device_count()
         torch.cuda.set_rng_state_all(state["cuda"][:gpus])
     name, keys, *rest = state["numpy"]
+    # There is no other call.
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     random.setstate(state["python"])
 

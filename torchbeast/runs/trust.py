@@ -62,9 +62,11 @@ def is_signed(values: Mapping[str, Any], signature: Any) -> bool:
 
 
 def _signature(values: Mapping[str, Any]) -> str:
-    """Raises OSError if there is no key."""
-    if len(key := key_path().read_bytes()) < 32:
-        raise OSError("it is too short: remove it")
+    """Raises OSError if there is no key, or none that only this user can read."""
+    with key_path().open("rb") as file:
+        status, key = os.fstat(file.fileno()), file.read()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or len(key) < 32:
+        raise OSError("others can read or change it, or it is too short: remove it")
     harmless = int | float | None
     signed = {
         str(k): x
