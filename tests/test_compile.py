@@ -5,6 +5,7 @@ import test_learner
 import torch
 from torch._dynamo.utils import counters
 
+from torchbeast.base.errors import FlagError
 from torchbeast.learner import learn
 
 # Compiling takes a minute on a busy machine.
@@ -37,3 +38,10 @@ def test_the_compiled_update_equals_the_other():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_a_missing_compiler_is_one_message(monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/c++"))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    with pytest.raises(FlagError, match=r"--compile default: .*can't compile.*/nowhere"):
+        test_learner.make_learner("--compile", "default")

@@ -15,6 +15,10 @@ MINUTE = 60.0
 RETURN_SECONDS = 15.0
 
 
+class EnvironmentsFailed(RuntimeError):
+    """Environments fail too often."""
+
+
 class RunLimits:
     """Decides when peers end a run.
 
@@ -59,7 +63,7 @@ class RunLimits:
             listener: the address at which environments join; empty: they do not
 
         Raises:
-          RuntimeError: environments fail too often; with the last one's traceback.
+          EnvironmentsFailed: they fail too often; with the last one's traceback.
           RefusedError: all servers refuse.
           TransportError: there was no stream for too long.
         """
@@ -81,9 +85,9 @@ class RunLimits:
         down = now - self.up_at
 
         if counts and self.max_env_failures == 0:
-            raise RuntimeError(facts["last_failure"])
+            raise EnvironmentsFailed(facts["last_failure"])
         if self.fails_too_often(counts, is_up, down, bool(facts["listener"])):
-            raise RuntimeError(
+            raise EnvironmentsFailed(
                 f"more than {self.max_env_failures} environments have raised within a "
                 f"minute. The last: {facts['last_failure']}"
             )

@@ -42,7 +42,9 @@ std::string describe(const py::error_already_set& error) {
     const py::object lines =
         py::module_::import("traceback")
             .attr("format_exception")(error.type(), error.value(), trace);
-    return py::cast<std::string>(py::str("").attr("join")(lines));
+    const py::object text = py::str("").attr("join")(lines).attr("replace")(
+        py::str("\0", 1), py::str("\\0"));  // C would end the text there
+    return py::cast<py::bytes>(text.attr("encode")("utf-8", "backslashreplace"));
   } catch (const std::exception&) {
     return error.what();
   }

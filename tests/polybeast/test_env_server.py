@@ -286,11 +286,12 @@ def test_what_step_must_return(result, match, address):
 def test_whatever_an_environment_raises_reaches_the_learner(error, address):
     class Raises(Env):
         def step(self, action):
-            raise error("enough")
+            raise error("\udcff\0 enough")  # no UTF-8, and C's end of a text
 
+    text = rf"(?s)Traceback.*{error.__name__}: \\udcff\\0 enough"
     with (
         serving(Raises, address),
-        pytest.raises(RuntimeError, match=rf"(?s)Traceback.*{error.__name__}: enough"),
+        pytest.raises(RuntimeError, match=text),
     ):
         play(address, zero)
 

@@ -75,6 +75,13 @@ def check_compiler(mode: str, device: torch.device) -> None:
     """Raises a FlagError if this PyTorch can't compile in the mode for the device."""
     if mode != "default" and device.type == "cuda" and torch.__version__ < "2.13":
         raise FlagError(f"--compile {mode} needs PyTorch 2.13; use --compile default")
+    try:  # a compiler or its folder may be missing
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise FlagError(
+            f"--compile {mode}: this machine can't compile: {why}"
+        ) from error
 
 
 def fetch(row: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
