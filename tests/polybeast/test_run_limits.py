@@ -3,7 +3,7 @@
 from math import inf
 
 import pytest
-from libtorchbeast_limits import RunLimits
+from libtorchbeast_limits import EnvironmentsFailed, RunLimits
 
 from libtorchbeast import RefusedError, TransportError
 
@@ -111,7 +111,7 @@ def test_failures_are_forgotten_after_a_minute():
     run.check(after=60, a="steps")
     run.check(failures={"a": 3}, a="steps")
     run.check(after=59, a="steps")
-    run.ends(RuntimeError, TOO_OFTEN, failures={"a": 1})
+    run.ends(EnvironmentsFailed, TOO_OFTEN, failures={"a": 1})
 
 
 def test_one_that_fails_ends_nobodys_run():
@@ -119,7 +119,7 @@ def test_one_that_fails_ends_nobodys_run():
     for _ in range(100):
         run.check(failures={"a": 2}, a="steps", b="steps")
     # When the other goes, all count.
-    run.ends(RuntimeError, TOO_OFTEN, a="steps")
+    run.ends(EnvironmentsFailed, TOO_OFTEN, a="steps")
 
 
 def test_several_that_exceed_the_limit_end_nobodys_run():
@@ -130,13 +130,13 @@ def test_several_that_exceed_the_limit_end_nobodys_run():
 def test_the_worst_of_the_rest_does_not_count():
     run = Scene()
     run.check(failures={"a": 9, "b": 3, "c": 3}, d="steps")
-    run.ends(RuntimeError, TOO_OFTEN, failures={"d": 1}, d="steps")
+    run.ends(EnvironmentsFailed, TOO_OFTEN, failures={"d": 1}, d="steps")
 
 
 def test_failures_of_many_end_the_run():
     run = Scene()
     many = dict.fromkeys("bcdef", 1)  # the worst is one of them
-    run.ends(RuntimeError, TOO_OFTEN, failures=many, a="delivers")
+    run.ends(EnvironmentsFailed, TOO_OFTEN, failures=many, a="delivers")
 
 
 @pytest.mark.parametrize(("maximum_downtime", "seconds"), [(60.0, 15), (2.0, 2)])
@@ -145,7 +145,7 @@ def test_environments_that_join_have_time_to_come_back(maximum_downtime, seconds
     run.check(failures={"a": 1}, a="steps")
     run.check(after=0.1, failures={"a": 3})
     run.check(after=seconds - 0.2)
-    run.ends(RuntimeError, TOO_OFTEN, after=0.2)
+    run.ends(EnvironmentsFailed, TOO_OFTEN, after=0.2)
 
 
 def test_who_fails_too_often_does_not_keep_the_run_alive():
@@ -154,4 +154,4 @@ def test_who_fails_too_often_does_not_keep_the_run_alive():
     run.check(failures={"a": 4}, b="steps")
     for _ in range(15):
         run.check(a="steps")
-    run.ends(RuntimeError, TOO_OFTEN, a="steps")
+    run.ends(EnvironmentsFailed, TOO_OFTEN, a="steps")
