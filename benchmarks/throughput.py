@@ -49,11 +49,12 @@ from cpu_time import machine_busy, process_tree
 
 from torchbeast import monobeast
 from torchbeast.base import devices
-from torchbeast.base.hardware import hardware, keep_freed_memory
+from torchbeast.base.hardware import keep_freed_memory
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import prepare_to_act
 from torchbeast.core.buffers import create_buffers
 from torchbeast.envs.environment import Environment
+from torchbeast.extras.code import machine
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, learn
 from torchbeast.model import make_model
@@ -332,7 +333,7 @@ def describe_machine() -> dict[str, Any]:
         text=True,
         check=False,
     )
-    found = hardware()
+    found = machine()
     return {
         "cpu": found["cpu"],
         "cores": len(os.sched_getaffinity(0)),

@@ -17,7 +17,7 @@ from torchbeast.base.errors import FlagError
 from torchbeast.flags import GROUPS
 from torchbeast.presets import PRESETS
 from torchbeast.runs import flagset
-from torchbeast.runs.flagset import differences, preset_flags
+from torchbeast.runs.flagset import preset_flags
 
 # The command line that users copy from TorchBeast's README.
 OLD_COMMAND_LINE = """
@@ -108,13 +108,6 @@ def test_every_preset_parses_and_resolves(preset):
     for name, value in PRESETS[preset].items():
         assert getattr(flags, name) == value
         assert declared[name].from_file(value) == value, name
-
-
-def test_what_differs_from_the_preset():
-    line = "--preset minatar --entropy_cost 0.05 --env MinAtar/Freeway-v1 --seed 3"
-    changes = {"entropy_cost": 0.05, "env": "MinAtar/Freeway-v1"}
-    assert differences(resolve(line).as_dict()) == changes
-    assert differences(resolve("--seed 3").as_dict()) == {}
 
 
 def test_the_old_command_line_still_runs():

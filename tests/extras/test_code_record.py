@@ -1,4 +1,4 @@
-"""code.patch and sources/: the code of a run, beside its meta.json."""
+"""The code and the machine of a run: meta.json, code.patch and sources/."""
 
 import json
 import os
@@ -7,16 +7,40 @@ import subprocess
 
 import pytest
 import runs
-from test_files import make_checkout, read_meta, run_python
+import torch
+from test_files import read_meta, run_python
+from test_flags import resolve
+
+from torchbeast.extras.code import differences
+
+
+def make_checkout(folder):
+    """Makes a repository with a copy of the package; returns a function to run git."""
+    source = runs.ROOT / "torchbeast"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, folder / "torchbeast", ignore=ignored)
+    (folder / "README").write_text("one\n")
+
+    def git(*arguments):
+        who = ["-c", "user.name=N", "-c", "user.email=n@example.com"]
+        command = ["git", "-C", str(folder), *who, *arguments]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        return result.stdout.strip()
+
+    git("init", "--quiet")
+    return git
+
 
 RECORD = """
-import argparse, json, pathlib, sys
+import json, pathlib, sys
 checkout, folder, *parts = sys.argv[1:]
 sys.path[:0] = [checkout, *parts]
 from torchbeast.extras import code as code_record
+from torchbeast.flags import Flags
 assert code_record.__file__.startswith(checkout), code_record.__file__
-flags = argparse.Namespace(env="mine.games:Game", wrapper="numpy:two, wraps:one")
-names = code_record.Code(pathlib.Path(folder), flags).about()
+flags = Flags(env="mine.games:Game", wrapper="numpy:two, wraps:one")
+about = code_record.Code(pathlib.Path(folder), flags).about()
+names = {k: about[k] for k in ("code_patch", "sources")}
 loaded = {"mine", "wraps", "torch"} & sys.modules.keys()
 print(json.dumps([names, sorted(loaded)]))
 """
@@ -118,4 +142,40 @@ def test_a_resumed_run_keeps_both(tmp_path, monkeypatch):
     folder = tmp_path / "a"
     assert (folder / "sources" / "mine.py").read_text() == code
     assert (folder / "sources.2" / "mine.py").read_text() == code + "# changed\n"
-    assert read_meta(folder)["sources"] == "sources.2"
+    meta = read_meta(folder)
+    assert meta["sources"] == "sources.2"
+    assert meta["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert meta["hardware"]["cpus"] == len(os.sched_getaffinity(0))
+
+
+def test_what_differs_from_the_preset():
+    line = "--preset minatar --entropy_cost 0.05 --env MinAtar/Freeway-v1 --seed 3"
+    changes = {"entropy_cost": 0.05, "env": "MinAtar/Freeway-v1"}
+    assert differences(resolve(line).as_dict()) == changes
+    assert differences(resolve("--seed 3").as_dict()) == {}
+
+
+GIT_STATE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from torchbeast.extras import code
+assert code.__file__.startswith(sys.argv[1]), code.__file__
+assert "torch" not in sys.modules
+print(json.dumps(code.provenance()["git"]))
+"""
+
+
+def test_git_state(tmp_path):
+    def state():
+        result = run_python(GIT_STATE, tmp_path)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    git = make_checkout(tmp_path)
+    assert state() is None  # The module is not part of the repository.
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    assert state() == {"commit": commit, "dirty": False}
+    (tmp_path / "README").write_text("two\n")
+    assert state() == {"commit": commit, "dirty": True}

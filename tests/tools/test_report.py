@@ -11,7 +11,7 @@ import pytest
 import runs
 from test_files import FileWriter
 
-from torchbeast.runs import flagset
+from torchbeast.extras.code import differences
 from torchbeast.tools import report
 from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.tools.groups import iqm_interval
@@ -28,7 +28,7 @@ FLAGS = {
 
 
 def make_run(savedir, xpid="a", flags=FLAGS):
-    about = {"preset_changes": flagset.differences(flags)}
+    about = {"preset_changes": differences(flags), "git": {"commit": "0123"}}
     writer = FileWriter(str(savedir), xpid, flags, about=about)
     for step, games, mean in ((1000, 0, None), (2000, 7, 0.5), (3000, 250, 1.25)):
         writer.log({"step": step, "games": games, "mean_game_return_100": mean})

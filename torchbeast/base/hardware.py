@@ -1,4 +1,4 @@
-"""CPUs, memory and GPUs that this process may use, also in containers and Slurm jobs.
+"""CPUs and memory that this process may use, also in containers and Slurm jobs.
 
 Does not load torch by itself.
 """
@@ -8,7 +8,6 @@ import ctypes
 import math
 import os
 import pathlib
-import platform
 import re
 import sys
 from typing import Any
@@ -50,19 +49,6 @@ def _text(file: pathlib.Path) -> str:
     with contextlib.suppress(OSError):  # not Linux, or no limit
         return file.read_text()
     return ""
-
-
-def hardware() -> dict[str, Any]:
-    """CPUs and memory that this process may use; CUDA's GPUs if it has loaded torch."""
-    model = re.search(r"model name\s*: (.+)", _text(ROOT / "proc/cpuinfo"))
-    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    count = cuda.device_count() if cuda else 0
-    return {
-        "cpu": model[1] if model else platform.machine(),
-        "cpus": num_cpus(),
-        "gpus": [cuda.get_device_name(i) for i in range(count)],
-        "memory_gib": round(memory_limit() / 2**30, 1),
-    }
 
 
 def keep_freed_memory(device: Any) -> None:

@@ -1,4 +1,7 @@
-"""The code of a run, beside its meta.json: what git does not have.
+"""The code and the machine of a run, in meta.json and beside it.
+
+meta.json has the commit, versions, hardware, and the flags that differ from the preset.
+Beside it is what git does not have:
 
 code.patch  changes of the checkout that torchbeast is imported from, against the commit
             in meta.json, with new Python files; `git apply` restores them
@@ -13,11 +16,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.metadata
 import importlib.util
 import itertools
 import logging
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -26,11 +31,14 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from torchbeast.base import hardware
 from torchbeast.base.flag import CODE_FLAGS
-from torchbeast.runs.files import run_git, writing
+from torchbeast.runs.files import writing
+from torchbeast.runs.flagset import preset_flags
 
 log = logging.getLogger(__name__)
 
+PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 MAX_BYTES = 5_000_000  # of code.patch, and of sources
 
 
@@ -42,19 +50,65 @@ class Code:
     def __init__(self, folder: pathlib.Path, flags: Any) -> None:
         self.folder, self.flags = folder, flags
 
-    def about(self) -> dict[str, str | None]:
-        """Writes the files; returns their names for meta.json, or None."""
-        patch, checkout = b"", set[str]()
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git
-            if run_git("ls-files", "--", "."):
+    def about(self) -> dict[str, Any]:
+        """Writes the files; returns entries of meta.json: a name, or None."""
+        patch, checkout, about = b"", set[str](), provenance()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if about["git"]:
                 patch, checkout = _changes()
         named = ",".join(getattr(self.flags, name, None) or "" for name in CODE_FLAGS)
         files = {"": patch} if patch else {}
         with writing(self.folder):
             return {
+                **about,
+                "preset_changes": differences(self.flags.as_dict()),
                 "code_patch": _keep(self.folder, "code{}.patch", files),
                 "sources": _keep(self.folder, "sources{}", _sources(named, checkout)),
             }
+
+
+def provenance() -> dict[str, Any]:
+    """The code and the machine: git state, versions, hardware."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    git = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git
+        if _run_git("ls-files", "--", __file__):  # else it is that of another project
+            dirty = bool(_run_git("status", "--porcelain", "--untracked-files=no"))
+            commit = _run_git("rev-parse", "HEAD").decode().strip()
+            git = {"commit": commit, "dirty": dirty}
+    return {"git": git, "versions": versions, "hardware": machine()}
+
+
+def machine() -> dict[str, Any]:
+    """CPUs and memory that this process may use; CUDA's GPUs if it has loaded torch."""
+    model = None
+    with contextlib.suppress(OSError):  # not Linux
+        cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
+        model = re.search(r"model name\s*: (.+)", cpuinfo)
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    count = cuda.device_count() if cuda else 0
+    return {
+        "cpu": model[1] if model else platform.machine(),
+        "cpus": hardware.num_cpus(),
+        "gpus": [cuda.get_device_name(i) for i in range(count)],
+        "memory_gib": round(hardware.memory_limit() / 2**30, 1),
+    }
+
+
+def differences(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of a run's flags that differ from its preset; without a preset, {}."""
+    preset = preset_flags(values.get("preset"))
+    return {k: values[k] for k, x in preset.items() if values.get(k, x) != x}
+
+
+def _run_git(*words: str, **variables: str) -> bytes:
+    """What git prints about this folder. Raises OSError or SubprocessError."""
+    command = ["git", "-C", os.path.dirname(__file__), *words]
+    env, no = {**os.environ, **variables}, subprocess.DEVNULL
+    return subprocess.check_output(command, stderr=no, timeout=10, env=env)
 
 
 def _keep(folder: pathlib.Path, name: str, files: dict[str, bytes]) -> str | None:
@@ -77,17 +131,17 @@ def _keep(folder: pathlib.Path, name: str, files: dict[str, bytes]) -> str | Non
 
 def _changes() -> tuple[bytes, set[str]]:
     """The patch of the checkout, and its Python files."""
-    places = run_git("rev-parse", "--show-toplevel", "--absolute-git-dir")
+    places = _run_git("rev-parse", "--show-toplevel", "--absolute-git-dir")
     top, repository = os.fsdecode(places).splitlines()
     python = ("--", ":(top)*.py", ":(top,exclude)*/site-packages/*")
     with tempfile.TemporaryDirectory() as temporary:
         # A copy of the index, in which new files are announced to `git diff`.
         own = {"GIT_INDEX_FILE": shutil.copy(f"{repository}/index", temporary)}
-        run_git("add", "--intent-to-add", *python, **own)
+        _run_git("add", "--intent-to-add", *python, **own)
         diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
         prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--no-relative", "HEAD")
-        patch = run_git(*diff, *prefixes, **own)
-        names = run_git("ls-files", "-z", "--full-name", *python, **own)
+        patch = _run_git(*diff, *prefixes, **own)
+        names = _run_git("ls-files", "-z", "--full-name", *python, **own)
     return patch, {f"{top}/{name}" for name in os.fsdecode(names).split("\0")}
 
 

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, Group, flag
-from torchbeast.base.seldom import Seldom
 from torchbeast.runs.files import atomic_write, now, read_meta, writing
 
 log = logging.getLogger(__name__)
@@ -129,7 +128,7 @@ class Mirror:
         self._writer = f"process {os.getpid()} of {socket.gethostname()} since {now()}"
         self._copied: dict[str, tuple[int, ...]] = {}  # states of files
         self._longest = 0.0  # seconds of a complete copy
-        self._is_due = Seldom(600.0)  # a log line about failures
+        self._log_at = 0.0  # time of the next log line about failures
         self._news, self._closing = threading.Event(), threading.Event()
         with using(f"--mirror {url}"):
             self._place = place = Place(url, folder.name)
@@ -167,7 +166,8 @@ class Mirror:
             except Exception as error:  # of many types
                 self.failures += 1
                 self._news.set()
-                if self._is_due():
+                if time.monotonic() >= self._log_at:
+                    self._log_at = time.monotonic() + 600.0
                     log.warning("--mirror %s: a copy failed: %r", self.url, error)
                 time.sleep(POLL_SECONDS)
             self._closing.wait(RETRY_SECONDS)

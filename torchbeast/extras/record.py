@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.base import ranks
+from torchbeast.base import parts, ranks
 from torchbeast.base.errors import FlagError, using
 from torchbeast.base.flag import FREE, Group, flag
 from torchbeast.runs import trust
-from torchbeast.runs.files import atomic_write, provenance, writing
+from torchbeast.runs.files import atomic_write, writing
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ def read_whole(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
 
 def about() -> dict[str, Any]:
     """What beside flags and order a run may depend on."""
-    now = provenance()
+    if not (code := parts.optional("code")):
+        return {}
+    now = code.provenance()
     commit, cpu = (now["git"] or {}).get("commit"), now["hardware"]["cpu"]
     return {**now["versions"], "cpu": cpu, "commit": commit}
 

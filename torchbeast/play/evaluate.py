@@ -77,7 +77,7 @@ def evaluate(
             games.append(game)
             log.info("Game %d: return %.2f after %d steps", *game)
     _, returns, lengths = zip(*sorted(games), strict=True)  # by number
-    path = path.resolve()
+    path, code = path.resolve(), parts.optional("code")
     result = {
         "xpid": path.parent.name,  # --xpid, or what "latest" links to
         "checkpoint": path.name,
@@ -91,7 +91,7 @@ def evaluate(
         "seed": flags.seed,
         "flags": flags.as_dict(),
         "date": files.now(),
-        **files.provenance(),
+        **(code.provenance() if code else {}),
     }
     text = "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f"
     log.info(text, result)

@@ -14,13 +14,13 @@ from multiprocessing import connection
 from typing import Any
 
 from torchbeast.base.errors import text_of
-from torchbeast.base.seldom import Seldom
 from torchbeast.envs.environment import Environment, example_environment
 from torchbeast.envs.values import mask_space
 from torchbeast.flags import Flags
 from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
 from torchbeast.polybeast.security import ServerError, security, tls_fault
+from torchbeast.polybeast.seldom import Seldom
 from torchbeast.procs import children, processes
 
 log = logging.getLogger("torchbeast.polybeast_env")

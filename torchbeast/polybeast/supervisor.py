@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torchbeast.base.errors import UserError
-from torchbeast.base.seldom import Seldom
 from torchbeast.flags import Flags
 from torchbeast.polybeast.security import ServerError
+from torchbeast.polybeast.seldom import Seldom
 from torchbeast.procs import children
 
 log = logging.getLogger(__name__)

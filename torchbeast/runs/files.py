@@ -5,25 +5,19 @@ import contextlib
 import csv
 import datetime
 import fcntl
-import importlib.metadata
 import json
 import logging
 import math
 import os
 import pathlib
-import platform
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from torchbeast.base.errors import FlagError, UserError, using
-from torchbeast.base.hardware import hardware
 from torchbeast.core.columns import join_columns
 
 log = logging.getLogger(__name__)
-
-PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 
 
 class RunFileError(UserError, OSError):
@@ -94,7 +88,7 @@ class RunFolder:
 class FileWriter:
     """Writes out.log, logs.csv and meta.json of one start of a run.
 
-    meta.json has flags, commit, versions, hardware, dates and the end of this start.
+    meta.json has flags, dates, what parts say, and the end of this start.
 
     Args:
       folder: of the run, locked; the caller closes it.
@@ -118,7 +112,7 @@ class FileWriter:
             self._columns += next(read_rows(path), ())
             old = begun | read_meta(path)
             begun = {k: old[k] for k in begun} | {"resumed": [*old["resumed"], date]}
-        self._meta = {"xpid": path.name, "args": dict(args), **provenance(), **begun}
+        self._meta = {"xpid": path.name, "args": dict(args), **begun}
         self._meta |= {"first_step": resume_step or 0, **(about or {})}
         # If this start is killed, these stay.
         self._meta |= {"date_end": None, "successful": False, "exit_status": None}
@@ -203,28 +197,6 @@ def _link_latest(folder: pathlib.Path) -> None:
     with contextlib.suppress(OSError):  # some file systems have no links
         link.symlink_to(folder.name, target_is_directory=True)
         link.replace(folder.with_name("latest"))
-
-
-def provenance() -> dict[str, Any]:
-    """The code and the machine: git state, versions, hardware."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    git = None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if run_git("ls-files", "--", __file__):  # else it is that of another project
-            dirty = bool(run_git("status", "--porcelain", "--untracked-files=no"))
-            commit = run_git("rev-parse", "HEAD").decode().strip()
-            git = {"commit": commit, "dirty": dirty}
-    return {"git": git, "versions": versions, "hardware": hardware()}
-
-
-def run_git(*words: str, **variables: str) -> bytes:
-    """What git prints about this folder. Raises OSError or SubprocessError."""
-    command = ["git", "-C", os.path.dirname(__file__), *words]
-    env, no = {**os.environ, **variables}, subprocess.DEVNULL
-    return subprocess.check_output(command, stderr=no, timeout=10, env=env)
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:

@@ -140,12 +140,6 @@ def preset_flags(name: str | None) -> dict[str, Any]:
     return {**defaults, "replay_ratio": 0.0, "explorer": None, **PRESETS[name]}
 
 
-def differences(values: dict[str, Any]) -> dict[str, Any]:
-    """Those of a run's flags that differ from its preset; without a preset, {}."""
-    preset = preset_flags(values.get("preset"))
-    return {k: values[k] for k, x in preset.items() if values.get(k, x) != x}
-
-
 def resolve_folder(flags: Flags) -> None:
     """Fills in --savedir and --xpid."""
     flags.savedir = str(Path(flags.savedir).expanduser())

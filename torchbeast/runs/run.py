@@ -29,7 +29,6 @@ from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
 from torchbeast.runs.files import FileWriter
-from torchbeast.runs.flagset import differences
 from torchbeast.runs.start import Start
 from torchbeast.runs.status import Status, Timings, mean_return
 
@@ -108,8 +107,7 @@ class Run:
                 "flags_signature": trust.sign(values),
                 "ranks": ranks.size(),
             }
-            about = join_columns(*self.guests.all("about"))
-            about |= {"preset_changes": differences(values), **self._of_start}
+            about = join_columns(*self.guests.all("about"), self._of_start)
             step = self.learner.step if self.resumed else None
             self._writer = FileWriter(self.start.folder, values, step, about)
             self._wake_pipe.wake_on_signals()
