@@ -25,7 +25,6 @@ LATE = {
     ("learner", "extras.replay.mixer"),  # --replay_ratio
     ("local.layout", "extras.ray"),  # --launcher ray
     ("model", "extras.explorer.method"),
-    ("play.evaluate", "extras.video"),  # --video
     ("runs.start", "extras.ranks.several"),
 }
 # What a MonoBeast forker reads.

@@ -37,7 +37,7 @@ def test_methods_and_functions_are_called_where_they_exist(monkeypatch):
     assert parts.groups() == []
 
 
-@pytest.mark.parametrize("module", ["metrics", "history", "tensorboard", "wandb"])
+@pytest.mark.parametrize("module", ["metrics", "play", "tensorboard", "wandb"])
 def test_a_part_loads_neither_torch_nor_its_package(module):
     heavy = {"torch", "tensorboard", "wandb", "prometheus_client", "fsspec", "cv2"}
     code = f"import sys, torchbeast.extras.{module}; print({heavy} & {{*sys.modules}})"

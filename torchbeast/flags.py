@@ -153,13 +153,6 @@ class Optimizer(Group):
     grad_norm_clipping: float = flag(40.0, "largest L2 norm", POSITIVE_OR_INF, TUNE)
 
 
-class Test(Group):
-    title = "test"
-    num_test_episodes: int = flag(10, "games to play", COUNT, START)
-    checkpoint: str = flag("model.tar", "of the run, such as model.best.tar", START)
-    greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
-
-
 class MonoBeast(Group):
     title = "MonoBeast"
     serial: bool = flag(False, "one process and thread, for debuggers", START)
@@ -168,12 +161,12 @@ class MonoBeast(Group):
 
 
 class Flags(Values, Run, Environment, Atari, Model, Layout, Loss, Optimizer,
-        Test, MonoBeast):
+        MonoBeast):
     """The typed flags of a script, which has those of some groups only."""
 
 
 # fmt: on
-TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer, Test)
+TRAINING = (Run, Environment, Atari, Model, Layout, Loss, Optimizer)
 GROUPS = (*TRAINING, MonoBeast)
 DECLARED = {k: x for group in GROUPS for k, x in group.declared().items()}
 

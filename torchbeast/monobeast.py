@@ -342,6 +342,4 @@ def make_flags(argv: Sequence[str] = ()) -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    from torchbeast.play.evaluate import evaluate  # importing this file needs none
-
-    return run_script(make_parser(), argv, resolve_layout, train, evaluate)
+    return run_script(make_parser(), argv, resolve_layout, train)

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import statistics
+import types
 
 import pytest
 import runs
@@ -12,7 +13,10 @@ import torch
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast import monobeast
-from torchbeast.play import evaluate
+from torchbeast.base import parts
+from torchbeast.base.errors import FlagError
+from torchbeast.extras import evaluator
+from torchbeast.extras.play import games as played
 from torchbeast.runs import flagset
 from torchbeast.runs.files import read_meta
 
@@ -57,11 +61,11 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     typed = flagset.read(monobeast.make_parser(), argv)
     flags = flagset.merge(typed, best["flags"])
     flags = flagset.resolve(flags).freeze()
-    weights, stream = best["model_state_dict"], evaluate.EVAL_STREAM
-    games = list(evaluate.play(flags, weights, range(3), stream=stream))
+    weights, stream = best["model_state_dict"], played.EVAL_STREAM
+    games = list(played.play(flags, weights, range(3), stream=stream))
     mean = statistics.fmean(game.game_return for game in games)
     assert mean == best["stats"]["eval_return"]
-    assert games != list(evaluate.play(flags, weights, range(3))), "not the test's"
+    assert games != list(played.play(flags, weights, range(3))), "not the test's"
     output = runs.run(
         tmp_path, "a", module=module, mode="test", checkpoint="model.best.tar"
     )
@@ -126,6 +130,13 @@ def test_the_last_evaluation_hangs(tmp_path, ending):
     output = runs.run(tmp_path, "a", module=module)
     assert "is at step 60 of --total_steps 60 already" in output
     assert read_meta(path.parent) == meta
+
+
+def test_an_evaluation_needs_the_part_that_plays(monkeypatch):
+    monkeypatch.setattr(parts, "optional", lambda name: None)
+    run = types.SimpleNamespace(flags=monobeast.make_flags(["--eval_interval=9"]))
+    with pytest.raises(FlagError, match="--eval_interval needs extras/play"):
+        evaluator.attach(run)
 
 
 def without_evaluations(folder):

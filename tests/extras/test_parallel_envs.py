@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import runs
 import torch
+from random_weights import make_flags, make_weights
 from small_envs import env_flags
-from test_evaluate import make_flags, make_weights
 
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError, UserError
@@ -17,9 +17,9 @@ from torchbeast.base.named import find_object
 from torchbeast.core.weights import SharedWeights
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.seeded_games import game_seed
+from torchbeast.extras.play import games as played
 from torchbeast.learner import Learner, learn
 from torchbeast.local.env_spec import EnvSpec, find_env_spec
-from torchbeast.play import evaluate
 from torchbeast.polybeast.serving import try_environment
 
 pytest.importorskip("pettingzoo")
@@ -296,10 +296,10 @@ def test_a_test_game_by_hand():
     words = ("--env", "agent_games:Fading", "--envs_per_actor", "3", "--use_lstm")
     flags = make_flags(*words, "--precision", "fp32")
     weights = make_weights(flags)
-    games = sorted(evaluate.play(flags, weights, range(11)))
+    games = sorted(played.play(flags, weights, range(11)))
     assert [game.number for game in games] == list(range(11))
-    assert games[9:] == sorted(evaluate.play(flags, weights, [9, 10]))
-    stream = evaluate.derive_seed(flags.seed, evaluate.TEST_STREAM)
+    assert games[9:] == sorted(played.play(flags, weights, [9, 10]))
+    stream = played.derive_seed(flags.seed, played.TEST_STREAM)
     for game in games:
         env = agent_games.Fading()
         env.reset(seed=game_seed(stream, game.number, 0))

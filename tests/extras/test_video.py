@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 import runs
-from test_evaluate import make_flags, make_weights
+from random_weights import make_flags, make_weights
 
 from torchbeast.base.errors import FlagError
+from torchbeast.extras.play.games import play
 from torchbeast.extras.video import Video, picture
-from torchbeast.play.evaluate import play
 
 cv2 = pytest.importorskip("cv2")
 pytest.importorskip("imageio_ffmpeg")

@@ -83,3 +83,6 @@ def test_all_optional_folders_can_be_deleted(copy):
     done = run(copy, "-m", "torchbeast.monobeast", "--num_actors=1", "--xpid=core")
     assert done.returncode == 0, done.stdout[-5000:]
     assert read_meta(copy / "runs" / "core")["successful"]
+    done = run(copy, "-m", "torchbeast.monobeast", "--mode=test", "--xpid=core")
+    assert "FlagError: --mode test needs extras/play, now deleted" in done.stdout
+    assert done.returncode == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from test_evaluate import make_flags, make_weights
+from random_weights import make_flags, make_weights
 
 from examples.self_play.games import SelfPlay, kept
 from torchbeast.runs import checkpoint

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from test_evaluate import make_flags, make_weights
+from random_weights import make_flags, make_weights
 
 from torchbeast import load_agent
 from torchbeast.base.nested import map_nested

@@ -7,6 +7,7 @@ A file may have
     attach(run)    returns a guest of a training run, or None if the flags ask for none
     fetch(flags, folder, step)    may bring a newer checkpoint into the run's folder,
                    whose own is of this step or None; returns whether it has
+    test(typed, find_player)    plays games with a checkpoint, for --mode test
     tested(flags, folder, step)    the run's checkpoint of this step was tested
 
 A guest may have

@@ -15,7 +15,8 @@ import statistics
 import threading
 from typing import Any
 
-from torchbeast.base.errors import UserError
+from torchbeast.base import parts
+from torchbeast.base.errors import FlagError, UserError
 from torchbeast.base.flag import COUNT, FREE, STEPS_OR_0, Group, flag
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,18 @@ class Flags(Group):
 
 
 def attach(run: Any) -> Evaluator | None:
-    return Evaluator(run) if run.flags.eval_interval else None
+    if not run.flags.eval_interval:
+        return None
+    if not (games := parts.optional("play.games")):
+        raise FlagError("--eval_interval needs extras/play, now deleted")
+    return Evaluator(run, games)
 
 
 class Evaluator:
     """If an evaluation fails or hangs, the log says so, and the run goes on without."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, games: Any) -> None:
         from torchbeast.local.actors import actor_context
-        from torchbeast.play.evaluate import EVAL_STREAM, start_player
         from torchbeast.procs import children
         from torchbeast.runs import checkpoint
 
@@ -57,8 +61,8 @@ class Evaluator:
                 self.best = stats["eval_return"]
         self.watch = children.StepWatch(max(self.flags.actor_timeout, STEP_SECONDS))
         self.group = children.Children(actor_context())
-        about = self.flags, range(self.flags.eval_episodes), EVAL_STREAM
-        self.child: Any = start_player(self.group, "its process", *about)
+        about = self.flags, range(self.flags.eval_episodes), games.EVAL_STREAM
+        self.child: Any = games.start_player(self.group, "its process", *about)
 
     def poll(self) -> None:
         """Takes the games that have ended; starts an evaluation if one is due."""
@@ -77,9 +81,7 @@ class Evaluator:
             self.close(1)
             return
         is_due = self.games is None and self.run.learner.step >= self.due
-        # There is no copy if an update hangs.
-        if is_due and (copied := self.run.copy_weights()):
-            self.step, self.weights = copied
+        if is_due and self.copy_weights():
             interval, self.games = self.flags.eval_interval, []
             self.due = self.step + interval - self.step % interval
             self.began = self.watch.awake
@@ -87,6 +89,20 @@ class Evaluator:
             # In a thread: the process may be slow to take them.
             data = (pickle.dumps(self.weights),)
             threading.Thread(target=self.child.send, args=data, daemon=True).start()
+
+    def copy_weights(self) -> bool:
+        """Takes the present step and weights; False if an update is too slow."""
+        run = self.run
+        if not run.lock.acquire(timeout=1.0):
+            return False
+        try:
+            run.finish_begun()
+            weights = run.learner.model.state_dict()
+            self.step = run.learner.step
+            self.weights = {k: x.cpu().clone() for k, x in weights.items()}
+            return True
+        finally:
+            run.lock.release()
 
     def take(self, games: list[Any]) -> None:
         from torchbeast.runs import checkpoint, trust

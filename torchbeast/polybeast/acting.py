@@ -10,6 +10,10 @@ from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core.acting import Net, prepare_to_act
 from torchbeast.core.observations import iterate_space
 from torchbeast.core.weights import Weights
+from torchbeast.flags import Flags
+from torchbeast.local.env_spec import EnvSpec
+from torchbeast.model import make_model
+from torchbeast.runs import checkpoint
 
 
 class ActingModels(Weights):
@@ -27,6 +31,18 @@ class ActingModels(Weights):
         for net in self.nets:
             prepare_to_act(net, compiler)
         super().__init__([net.state_dict() for net in self.nets])
+
+
+def fits(flags: Flags, weights: dict[str, torch.Tensor]) -> Callable[[EnvSpec], Net]:
+    """For find_env_spec: returns a model with these weights, or raises UserError."""
+
+    def load(spec: EnvSpec) -> Net:
+        spaces = spec.observation_space, spec.action_space
+        model = make_model(flags, *spaces, torch.device("cpu"))
+        checkpoint.check_fit(weights, model)
+        return prepare_to_act(model)
+
+    return load
 
 
 def pad(nested: Nested, count: int) -> Nested:

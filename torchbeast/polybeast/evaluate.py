@@ -9,7 +9,7 @@ import functools
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,11 +19,10 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core import rollout
 from torchbeast.core.acting import act_step
+from torchbeast.extras.play.games import TEST_STREAM, Game, Games, draws
 from torchbeast.flags import Flags
-from torchbeast.local.env_spec import EnvSpec
-from torchbeast.model import Net
-from torchbeast.play.evaluate import TEST_STREAM, Game, Games, Play, draws, load_model
-from torchbeast.polybeast.env_connection import choose_side, server_addresses
+from torchbeast.polybeast.acting import fits
+from torchbeast.polybeast.env_connection import server_addresses
 from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.streams import StreamGroup, as_stored
 
@@ -74,21 +73,6 @@ class Scorer:
         for env in [x for x in self.playing if self.seen[x] < since]:
             self.waiting.append(self.playing.pop(env))
             log.warning("Game %d was lost: it begins anew.", self.waiting[-1])
-
-
-def find_player(flags: Flags) -> Play | None:
-    """play_on_servers if the command line has --server_addresses or --listen."""
-    if not flags.typed & {"server_addresses", "listen"}:
-        return None
-    choose_side(flags)
-    return play_on_servers
-
-
-def fits(
-    flags: Flags, model_state: dict[str, torch.Tensor]
-) -> Callable[[EnvSpec], Net]:
-    """For find_env_spec: returns a model with these weights, or raises UserError."""
-    return lambda spec: load_model(flags, spec, model_state)
 
 
 def play_on_servers(

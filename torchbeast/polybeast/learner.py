@@ -36,10 +36,8 @@ from torchbeast.core.acting import act_step
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.model import CHOICES
-from torchbeast.play.evaluate import evaluate
-from torchbeast.polybeast.acting import ActingModels, on_own_stream, pad
+from torchbeast.polybeast.acting import ActingModels, fits, on_own_stream, pad
 from torchbeast.polybeast.env_connection import choose_side, server_addresses
-from torchbeast.polybeast.evaluate import find_player, fits
 from torchbeast.polybeast.flags import Connection, PolyBeast
 from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
@@ -283,6 +281,16 @@ def own_servers(flags: Flags) -> str | None:
     return ",".join(addresses[ranks.rank() * number :][:number])
 
 
+def find_player(flags: Flags) -> Any:
+    """What tests on servers, if the command line has --server_addresses or --listen."""
+    if not flags.typed & {"server_addresses", "listen"}:
+        return None
+    choose_side(flags)
+    from torchbeast.polybeast.evaluate import play_on_servers  # loads extras/play
+
+    return play_on_servers
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
     return run_script(
@@ -290,5 +298,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         lambda flags: resolve_layout(flags, ranks.size()),
         lambda start: train(start, server_addresses=own_servers(start.flags)),
-        lambda typed: evaluate(typed, find_player),
+        find_player,
     )

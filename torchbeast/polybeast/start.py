@@ -19,9 +19,7 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.hardware import num_cpus
 from torchbeast.flags import Flags
 from torchbeast.model import CHOICES
-from torchbeast.play.evaluate import evaluate
 from torchbeast.polybeast import env, learner, security, supervisor
-from torchbeast.polybeast.evaluate import find_player
 from torchbeast.polybeast.flags import PIPES_BASENAME, Connection, PolyBeast, Servers
 from torchbeast.procs import children
 from torchbeast.runs.start import Start, run_script
@@ -105,6 +103,4 @@ def are_starting(servers: Any, flags: Flags) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 finished, 1 failed, 128 + n ended by signal n."""
-    return run_script(
-        make_parser(), argv, resolve_layout, train, lambda x: evaluate(x, find_player)
-    )
+    return run_script(make_parser(), argv, resolve_layout, train, learner.find_player)

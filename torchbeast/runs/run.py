@@ -80,7 +80,7 @@ class Run:
         self.on_update: Callable[[Any], None] = lambda update: None
         self._begun: collections.deque[Any] = collections.deque()  # not yet finished
         self._turn = threading.Lock()  # the updates of all ranks have one order
-        self._lock = threading.Lock()  # protects the learner
+        self.lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
         self._saved_at = self._progress()
         self._last_save = self.round_at = time.monotonic()
@@ -155,7 +155,7 @@ class Run:
                 return
             if number := ranks.highest(self._signal):
                 self._signal, self.all_stop = self._signal or number, True
-            with self._lock:
+            with self.lock:
                 if learner.diverged:
                     yield False
                     return
@@ -164,7 +164,7 @@ class Run:
                 self.timings.time("wait")
                 started = time.monotonic()
                 yield True
-                self._finish(all_but=1 if learner.is_ahead else 0)
+                self.finish_begun(all_but=1 if learner.is_ahead else 0)
                 seconds = time.monotonic() - started
                 self._longest_update = max(self._longest_update, seconds)
                 self.timings.time("learn")
@@ -175,12 +175,13 @@ class Run:
 
     def finish_updates(self) -> None:
         """Finishes the newest update, too. Call it if no batch waits."""
-        with self._lock:
+        with self.lock:
             self.timings.time("wait")
-            self._finish()
+            self.finish_begun()
             self.timings.time("learn")
 
-    def _finish(self, all_but: int = 0) -> None:
+    def finish_begun(self, all_but: int = 0) -> None:
+        """Finishes all updates but the newest; the caller holds the lock."""
         try:
             while len(self._begun) > all_but:
                 update = self._begun.popleft()
@@ -211,17 +212,6 @@ class Run:
         """Steps and updates. While a replay fills, there are steps without updates."""
         return self.learner.step, self.learner.num_updates
 
-    def copy_weights(self) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The present step and a copy of the weights; None if an update is too slow."""
-        if not self._lock.acquire(timeout=1.0):
-            return None
-        try:
-            self._finish()
-            weights = self.learner.model.state_dict()
-            return self.learner.step, {k: x.cpu().clone() for k, x in weights.items()}
-        finally:
-            self._lock.release()
-
     def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
         """Saves a checkpoint, with what `more` returns, if there were steps.
 
@@ -231,11 +221,11 @@ class Run:
         if not self.has_news():
             self._last_save = time.monotonic()
             return
-        while not self._lock.acquire(timeout=1.0):
+        while not self.lock.acquire(timeout=1.0):
             if self.stop_requested():
                 return
         try:
-            self._finish()
+            self.finish_begun()
             if learner.diverged:
                 return  # keep the last checkpoint, whose weights are finite
             state = learner.state_dict() | more()
@@ -249,7 +239,7 @@ class Run:
             self._saved_at, self._last_save = self._progress(), time.monotonic()
         finally:
             self.saving = False
-            self._lock.release()
+            self.lock.release()
         log.info("Saved %s at step %d.", path, step)
         self.guests.all("saved", path, step)
 
@@ -320,7 +310,7 @@ class Run:
             worth_saving = worth_saving and not self.flags.sync
         if busy:
             late = f"{', '.join(busy)} did not stop in time"
-            if self._lock.locked():  # an update hangs
+            if self.lock.locked():  # an update hangs
                 log.error("%s: no last checkpoint is saved.", late)
                 if self._longest_update or not self._signal:  # the first may be slow
                     self._error, self.exit_status = self._error or late, 1

@@ -63,15 +63,19 @@ def run_script(
     argv: Sequence[str] | None,
     resolve_layout: Callable[[Flags], Flags],
     train: Callable[[Start], int],
-    test: Callable[[flagset.Typed], None],
+    find_player: Callable[[Flags], Any] = lambda flags: None,
 ) -> int:
-    """What a script does. Returns the exit status, as `train` does; see `begin`."""
+    """What a script does. Returns the exit status, as `train` does; see `begin`.
+
+    find_player may return what plays the games of a test, see extras/play.
+    """
 
     def begin_and_train() -> int:
         typed = flagset.read(parser, argv)
         flags = flagset.merge(typed)
         if flags.mode != "train":
-            test(typed)
+            if not parts.call("test", typed, find_player):
+                raise FlagError(f"--mode {flags.mode} needs extras/play, now deleted")
             return 0
         begun = functools.partial(begin, typed, resolve_layout, flags)
         with ranks.together(flags), ranks.begun(begun) as start:

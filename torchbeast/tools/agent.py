@@ -28,7 +28,7 @@ import torch
 from torchbeast.base import parts
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.nested import flatten, map_nested
-from torchbeast.core.acting import Choose, act_step, to_tensors
+from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
 from torchbeast.core.finite import find_cause
 from torchbeast.core.rollout import State
 from torchbeast.envs import environment, values
@@ -37,8 +37,7 @@ from torchbeast.envs.extra_fields import EXTRA_FIELDS, as_declared
 from torchbeast.envs.make_env import create_env
 from torchbeast.flags import TRAINING, Flags
 from torchbeast.local.actors import TorchSettings
-from torchbeast.model import CHOICES, Net
-from torchbeast.play.evaluate import load_model
+from torchbeast.model import CHOICES, Net, make_model
 from torchbeast.runs import checkpoint, flagset, trust
 
 
@@ -204,6 +203,9 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
             setattr(flags, name, value)
     flags.freeze()
     with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
-        model = load_model(flags, env, saved["model_state_dict"])
+        spaces = env.observation_space, env.action_space
+        model = make_model(flags, *spaces, torch.device("cpu"))
+        checkpoint.check_fit(saved["model_state_dict"], model)
+        prepare_to_act(model)
     actions = values.plain_space(env.envs.single_action_space)
     return Agent(flags, model, env.observation_space, actions)

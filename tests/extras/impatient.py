@@ -5,7 +5,7 @@ import sys
 if __name__ == "__main__":
     from torchbeast import monobeast
     from torchbeast.extras import evaluator
-    from torchbeast.play import evaluate
+    from torchbeast.extras.play import games
 
-    evaluate.START_SECONDS = evaluator.STEP_SECONDS = 30.0
+    games.START_SECONDS = evaluator.STEP_SECONDS = 30.0
     sys.exit(monobeast.main())

@@ -1,4 +1,4 @@
-"""Plays games with a checkpoint: --mode test and test_render.
+"""Plays games with the weights of a checkpoint, in processes.
 
 Each game has a number. Its environment's seed and its actions' random numbers follow
 from --seed and the number, so a game does not depend on the others, nor on how many
@@ -6,18 +6,15 @@ processes play, unless its environment draws from global random generators.
 """
 
 import contextlib
-import logging
 import os
 import pickle
 import statistics
-from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchbeast.base import parts
 from torchbeast.base.hardware import num_cpus
 from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
@@ -27,11 +24,9 @@ from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
 from torchbeast.local.env_spec import CLOSE_SECONDS, START_SECONDS
-from torchbeast.model import Net, make_model
+from torchbeast.model import make_model
 from torchbeast.procs import children
-from torchbeast.runs import checkpoint, files, flagset, start, trust
-
-log = logging.getLogger(__name__)
+from torchbeast.runs import checkpoint
 
 # No actor has these numbers, so training never plays these games.
 TEST_STREAM, EVAL_STREAM = 2**31, 2**31 + 1
@@ -50,63 +45,6 @@ class Game(NamedTuple):
 
 Games = Generator[Game, None, None]
 Weights = dict[str, torch.Tensor]
-Play = Callable[[Flags, Weights, Sequence[int]], Games]
-
-
-def evaluate(
-    typed: flagset.Typed, find_player: Callable[[Flags], Play | None] = lambda _: None
-) -> None:
-    """Tests the checkpoint of --xpid, with the flags saved in it; writes test.json.
-
-    find_player returns what plays the games; None: this machine plays them.
-    """
-    flags = flagset.merge(typed)
-    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
-    path /= flags.checkpoint
-    saved = checkpoint.load(path)
-    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = flagset.merge(typed, saved["flags"], signed, str(path))
-    if flags.suppress_logs:
-        start.print_warnings_only()
-    play_games = find_player(flags) or play_in_processes
-    flags = flagset.resolve(flags).freeze()
-    games: list[Game] = []
-    numbers = range(flags.num_test_episodes)
-    with contextlib.closing(play_games(flags, saved["model_state_dict"], numbers)) as x:
-        for game in x:
-            games.append(game)
-            log.info("Game %d: return %.2f after %d steps", *game)
-    _, returns, lengths = zip(*sorted(games), strict=True)  # by number
-    path, code = path.resolve(), parts.optional("code")
-    result = {
-        "xpid": path.parent.name,  # --xpid, or what "latest" links to
-        "checkpoint": path.name,
-        "step": saved.get("stats", {}).get("step"),
-        "num_games": len(games),
-        "policy": "greedy" if flags.greedy else "sampled",
-        "mean": statistics.fmean(returns),
-        "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
-        "returns": returns,
-        "lengths": lengths,
-        "seed": flags.seed,
-        "flags": flags.as_dict(),
-        "date": files.now(),
-        **(code.provenance() if code else {}),
-    }
-    text = "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f"
-    log.info(text, result)
-    parts.call("tested", flags, path.parent, result["step"])
-    if draws(flags):
-        return
-    path = path.with_name(path.name.replace("model", "test", 1)).with_suffix(".json")
-    try:
-        files.write_json(path, result)
-        log.info("Wrote %s", path)
-    except OSError as error:  # for example, somebody else's run
-        log.warning("Can't write %s: %s. The result is only in this log.", path, error)
-
-
-# --- Playing --------------------------------------------------------------------------
 
 
 def draws(flags: Flags) -> bool:
@@ -206,7 +144,7 @@ def _play_rows(
     """Plays the games of some rows of the batch, each in an environment of its own."""
     render, video = "human" if flags.mode == "test_render" else None, None
     if getattr(flags, "video", None):
-        from torchbeast.extras.video import Video  # optional
+        from torchbeast.extras.video import Video
 
         render, video = "rgb_array", Video(flags.video, flags.env)
         stack.callback(lambda: video.close())
@@ -218,7 +156,10 @@ def _play_rows(
         steps += 1
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
-    model = load_model(flags, first, weights)
+    spaces = first.observation_space, first.action_space
+    model = make_model(flags, *spaces, torch.device("cpu"))
+    checkpoint.check_fit(weights, model)
+    prepare_to_act(model)
     generators = [torch.Generator() for _ in range(BATCH)]
     playing: dict[int, int] = {}  # row: number of the game
     ended: dict[int, list[tuple[float, int]]] = {}  # of its agents so far
@@ -262,12 +203,3 @@ def _play_rows(
                 del playing[i]
                 if waiting[i]:
                     rows[i] = begin(i)
-
-
-def load_model(flags: Flags, env: Any, weights: Weights) -> Net:
-    """A model that acts on the CPU. Raises CheckpointError: the weights don't fit."""
-    spaces = env.observation_space, env.action_space
-    model = make_model(flags, *spaces, torch.device("cpu"))
-    checkpoint.check_fit(weights, model)
-    model.load_state_dict(weights)
-    return prepare_to_act(model)

@@ -9,31 +9,10 @@ import statistics
 import gymnasium
 import pytest
 import runs
-import torch
+from random_weights import make_flags, make_weights
 from watched_runs import processes_of_session, wait_until
 
-from torchbeast import monobeast
-from torchbeast.envs.environment import Environment
-from torchbeast.model import make_model
-from torchbeast.play import evaluate
-from torchbeast.runs import flagset
-
-
-def make_flags(*words):
-    flags = flagset.parse(monobeast.make_parser(), words)
-    return monobeast.resolve_layout(flagset.resolve(flags)).freeze()
-
-
-def make_weights(flags):
-    """Random weights. With these, actions have different probabilities."""
-    torch.manual_seed(3)
-    env = Environment(flags, None)
-    spaces = env.observation_space, env.action_space
-    env.close()
-    model = make_model(flags, *spaces, torch.device("cpu"))
-    torch.nn.init.normal_(model.policy.weight, std=0.1)
-    return model.state_dict()
-
+from torchbeast.extras.play.games import play
 
 # --- Games ---
 
@@ -49,15 +28,13 @@ def make_weights(flags):
 def test_a_game_does_not_depend_on_the_others(words):
     flags = make_flags(*words)
     weights = make_weights(flags)
-    games = sorted(evaluate.play(flags, weights, range(21)))
+    games = sorted(play(flags, weights, range(21)))
     assert [game.number for game in games] == list(range(21))
     assert len({game[1:] for game in games}) > 2
-    assert sorted(evaluate.play(flags, weights, range(21))) == games
-    assert sorted(evaluate.play(flags, weights, [20, 3, 7])) == [
-        games[i] for i in (3, 7, 20)
-    ]
+    assert sorted(play(flags, weights, range(21))) == games
+    assert sorted(play(flags, weights, [20, 3, 7])) == [games[i] for i in (3, 7, 20)]
     other = flags.replace(seed=2)
-    assert sorted(evaluate.play(other, weights, range(21))) != games
+    assert sorted(play(other, weights, range(21))) != games
 
 
 @pytest.mark.parametrize("backend", ["native", "python"])
@@ -65,22 +42,22 @@ def test_a_game_of_atari_does_not_depend_on_the_others(backend):
     words = "--env Breakout-v4 --sticky_actions 0.25 --max_episode_frames 600"
     flags = make_flags(*words.split(), "--atari_backend", backend)
     weights = make_weights(flags)
-    games = sorted(evaluate.play(flags, weights, range(11)))
+    games = sorted(play(flags, weights, range(11)))
     assert len({game[1:] for game in games}) > 2
-    assert sorted(evaluate.play(flags, weights, [10, 5])) == [games[5], games[10]]
+    assert sorted(play(flags, weights, [10, 5])) == [games[5], games[10]]
 
 
 def test_a_game_is_whole_and_its_rewards_are_not_clipped():
     flags = make_flags("--env", "environments:Lives")
     assert flags.reward_clipping == "abs_one"
-    games = evaluate.play(flags, make_weights(flags), range(3))
+    games = play(flags, make_weights(flags), range(3))
     assert [game[1:] for game in games] == [(60.0, 12)] * 3
 
 
 def test_a_first_reset_that_differs_from_all_later_ones():
     wrapper = 'examples.exploration.staggered:Staggered{"limit": 20}'
     flags = make_flags("--env", "MountainCar-v0", "--wrapper", wrapper)
-    games = evaluate.play(flags, make_weights(flags), range(10))
+    games = play(flags, make_weights(flags), range(10))
     assert [game.length for game in games] == [200] * 10
 
 
@@ -90,7 +67,7 @@ def test_greedy_games_take_the_likeliest_actions(greedy):
     flags = make_flags(
         "--env", "environments:Digits", *["--mode", "test", "--greedy"] * greedy
     )
-    games = list(evaluate.play(flags, make_weights(flags), range(17)))
+    games = list(play(flags, make_weights(flags), range(17)))
     digits = {game.game_return for game in games}
     assert len(digits) == 1 if greedy else len(digits) > 10
 
@@ -106,10 +83,9 @@ def read_result(savedir, xpid="a"):
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("greedy", [None, True])
-def test_what_test_json_has(tmp_path, greedy):
+def test_what_test_json_has(tmp_path):
     runs.run(tmp_path, "a", **runs.SMALL, seed=5)
-    test = {"mode": "test", "num_test_episodes": 11, "greedy": greedy}
+    test = {"mode": "test", "num_test_episodes": 11}
     output = runs.run(tmp_path, "a", **test)
     path = tmp_path / "a" / "test.json"
     assert f"Wrote {path}" in output
@@ -122,21 +98,23 @@ def test_what_test_json_has(tmp_path, greedy):
     assert {int(k): float(v) for k, v in logged.items()} == dict(enumerate(returns))
     assert result["mean"] == pytest.approx(statistics.fmean(returns))
     assert result["std"] == pytest.approx(statistics.stdev(returns))
-    assert result["policy"] == ("greedy" if greedy else "sampled")
     assert (result["step"], result["seed"], result["xpid"]) == (600, 5, "a")
+    assert result["policy"] == "sampled"
     assert (result["num_games"], result["checkpoint"]) == (11, "model.tar")
     assert result["flags"]["env"] == "CartPole-v1"
     meta = json.loads((tmp_path / "a" / "meta.json").read_text())
     for name in ("git", "versions", "hardware"):
         assert result[name] == meta[name]
     assert result["date"] >= meta["date_end"]
-    # The same games again; --seed gives others.
+    # The same games again.
     output = runs.run(tmp_path, "latest", **test, suppress_logs=True)
     assert "Game 0" not in output
     assert read_result(tmp_path)["returns"] == result["returns"]
     assert read_result(tmp_path)["xpid"] == "a"
-    runs.run(tmp_path, "a", **test, seed=6)
-    assert read_result(tmp_path)["returns"] != result["returns"]
+    runs.run(tmp_path, "a", **test, seed=6, greedy=True)
+    other = read_result(tmp_path)
+    assert (other["policy"], other["seed"]) == ("greedy", 6)
+    assert other["returns"] != returns
 
 
 def test_the_number_of_processes_changes_nothing(tmp_path):
@@ -177,13 +155,13 @@ class Counting(gymnasium.Wrapper):
 def test_at_most_as_many_environments_as_in_training(monkeypatch):
     """In each process; and the games are the same."""
     words = "--env", "CartPole-v1", "--num_actors", "4", "--wrapper"
-    words = *words, "test_evaluate:Counting", "--envs_per_actor"
+    words = *words, "test_play:Counting", "--envs_per_actor"
     many, few = make_flags(*words, "8"), make_flags(*words, "3")
     weights = make_weights(many)
     games = []
     for flags, most in ((many, 8), (few, 3)):
         monkeypatch.setattr(Counting, "most", 0)
-        games.append(sorted(evaluate.play(flags, weights, range(13))))
+        games.append(sorted(play(flags, weights, range(13))))
         assert (Counting.alive, Counting.most) == (0, most)
     assert games[0] == games[1]
 

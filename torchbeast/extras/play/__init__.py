@@ -1,0 +1,77 @@
+"""--mode test and test_render: plays games with a checkpoint, and writes test.json."""
+
+import contextlib
+import logging
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchbeast.base import parts
+from torchbeast.base.flag import COUNT, FREE, START, Group, flag
+
+log = logging.getLogger(__name__)
+
+
+# fmt: off
+class Flags(Group):
+    title = "test"
+    num_test_episodes: int = flag(10, "games to play", COUNT, START)
+    checkpoint: str = flag("model.tar", "of the run, such as model.best.tar", START)
+    greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
+# fmt: on
+
+
+def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
+    """Tests the checkpoint of --xpid, with the flags saved in it; writes test.json.
+
+    find_player returns what plays the games; None: this machine plays them.
+    """
+    from torchbeast.extras.play import games
+    from torchbeast.runs import checkpoint, files, flagset, start, trust
+
+    flags = flagset.merge(typed)
+    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
+    path /= flags.checkpoint
+    saved = checkpoint.load(path)
+    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
+    flags = flagset.merge(typed, saved["flags"], signed, str(path))
+    if flags.suppress_logs:
+        start.print_warnings_only()
+    play = find_player(flags) or games.play_in_processes
+    flags = flagset.resolve(flags).freeze()
+    weights, numbers = saved["model_state_dict"], range(flags.num_test_episodes)
+    ended: list[games.Game] = []
+    with contextlib.closing(play(flags, weights, numbers)) as playing:
+        for game in playing:
+            ended.append(game)
+            log.info("Game %d: return %.2f after %d steps", *game)
+    _, returns, lengths = zip(*sorted(ended), strict=True)  # by number
+    path, code = path.resolve(), parts.optional("code")
+    result = {
+        "xpid": path.parent.name,  # --xpid, or what "latest" links to
+        "checkpoint": path.name,
+        "step": saved.get("stats", {}).get("step"),
+        "num_games": len(ended),
+        "policy": "greedy" if flags.greedy else "sampled",
+        "mean": statistics.fmean(returns),
+        "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
+        "returns": returns,
+        "lengths": lengths,
+        "seed": flags.seed,
+        "flags": flags.as_dict(),
+        "date": files.now(),
+        **(code.provenance() if code else {}),
+    }
+    text = "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f"
+    log.info(text, result)
+    parts.call("tested", flags, path.parent, result["step"])
+    if games.draws(flags):
+        return
+    path = path.with_name(path.name.replace("model", "test", 1)).with_suffix(".json")
+    try:
+        files.write_json(path, result)
+        log.info("Wrote %s", path)
+    except OSError as error:  # for example, somebody else's run
+        log.warning("Can't write %s: %s. The result is only in this log.", path, error)
