@@ -23,7 +23,6 @@ LATE = {
     ("base.ranks", "extras.ranks.several"),  # torchrun
     ("learner", "extras.explorer.method"),  # --explorer
     ("learner", "extras.replay.mixer"),  # --replay_ratio
-    ("local.layout", "extras.ray"),  # --launcher ray
     ("model", "extras.explorer.method"),
     ("runs.start", "extras.ranks.several"),
 }

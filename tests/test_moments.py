@@ -7,7 +7,6 @@ from nets import make_net, make_rows
 
 from torchbeast import load_agent
 from torchbeast.core.moments import RunningMoments
-from torchbeast.runs import checkpoint
 
 T, B, D = 6, 3, 4
 GAMMA = 0.8
@@ -55,24 +54,6 @@ def test_what_is_not_finite_counts_as_the_mean(bad):
     assert moments.state_dict().keys() == expected.state_dict().keys()
     for name, x in expected.state_dict().items():
         assert torch.equal(moments.state_dict()[name], x), name
-
-
-def test_moments_that_do_not_fit_are_not_taken_over_in_part(tmp_path):
-    """The count alone would fit, and would make the first mean last."""
-    old, new = (
-        make_net(spaces.Box(-9, 9, (n,)), ACTIONS, normalize_observations=True)
-        for n in (D + 2, D)
-    )
-    old.update_moments({"observation": torch.randn(T + 1, B, D + 2)}, ())
-    path = tmp_path / "model.tar"
-    state = {"model_state_dict": old.state_dict(), "flags": {}}
-    checkpoint.save(path, state)
-    checkpoint.take_over(str(path), str(tmp_path), new)
-    assert new.vector.moments.count == 0
-    assert torch.equal(new.policy.bias, old.policy.bias)
-    x = 100 + torch.randn(T + 1, B, D)
-    new.update_moments({"observation": x}, ())
-    torch.testing.assert_close(new.vector.moments.mean, x[1:].mean((0, 1)))
 
 
 def test_numbers_are_normalized_and_nothing_else():

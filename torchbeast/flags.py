@@ -45,7 +45,6 @@ class Run(Group):
     preset: str | None = flag(None, "set of flags", FREE, choices=sorted(PRESETS))
     config: str | None = flag(None, "flags: .toml or meta.json", START, metavar="FILE")
     xpid: str = flag(None, "name of the run; if it exists, it is resumed", START)
-    init_from: str | None = flag(None, "run to take weights from", metavar="XPID|FILE")
     savedir: str = flag("~/logs/torchbeast", "directory of the runs", START)
     seed: int = flag(1, "seed of weights, actions and environments", SEED)
     total_steps: int = flag(100_000, "actions of environments to train", STEPS, TUNE)
@@ -155,7 +154,6 @@ class Optimizer(Group):
 
 class MonoBeast(Group):
     title = "MonoBeast"
-    serial: bool = flag(False, "one process and thread, for debuggers", START)
     envs_per_actor: int = flag(None, "environments of an actor (default: 8)", COUNT)
     num_buffers: int = flag(None, "slots for rollouts in shared memory", COUNT)
 

@@ -43,6 +43,7 @@ from torchbeast.core import rollout
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.buffers import create_buffers
 from torchbeast.core.rollout import State
+from torchbeast.core.timings import Timings, format_shares
 from torchbeast.core.weights import SharedWeights
 from torchbeast.flags import GROUPS, Flags
 from torchbeast.learner import Learner, Update, learn
@@ -53,7 +54,6 @@ from torchbeast.runs import checkpoint
 from torchbeast.runs.flagset import parse, resolve
 from torchbeast.runs.run import Run
 from torchbeast.runs.start import Start, check_games_can_be_saved, run_script
-from torchbeast.runs.status import Timings, format_shares
 
 if TYPE_CHECKING:
     from torchbeast.envs.environment import Environment
@@ -220,7 +220,7 @@ def at_once(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
         free.extend(slots)
         run.wake()
 
-    count = 0 if flags.serial else flags.num_learner_threads
+    count = actors.num_learner_threads
     learning = LearnerThreads(run, count, lambda *x: learn_from(*x, give_back))
     while run.going():
         if run.save_is_due():
@@ -261,7 +261,7 @@ def in_rounds(run: Run, actors: Any, learn_from: Callable[..., None]) -> None:
             games = ranks.joined_list(actors.save())
             run.save(lambda: {"actors": games})
 
-    learning = LearnerThreads(run, 0 if flags.serial else 1, learn_from_batch)
+    learning = LearnerThreads(run, actors.num_learner_threads, learn_from_batch)
     while run.going():
         if ranks.of_first(run.save_is_due):
             save()

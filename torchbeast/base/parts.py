@@ -4,6 +4,9 @@ A file may have
 
     Flags          a Group of its flags
     resolve(flags)    fills in its flags and checks them; raises FlagError
+    actors_class(flags)    what starts actors in place of local/actors.py: Actors; None
+                   if the flags ask for none. Its methods and attributes are the same
+    initialize(flags, model)    sets weights with which a new run begins
     attach(run)    returns a guest of a training run, or None if the flags ask for none
     fetch(flags, folder, step)    may bring a newer checkpoint into the run's folder,
                    whose own is of this step or None; returns whether it has
@@ -16,6 +19,7 @@ A guest may have
     actors(actors, rows)    returns what takes the place of MonoBeast's actors; rows
                         are its slots [slots, T + 1, ...] in NumPy
     poll()              called in each round of the main loop, about once per second
+    show(queued, acted, streams)   the state of the run in this round, see Run.show
     update(update)      an update is about to be finished
     columns()           returns columns of the next row of logs.csv
     row(row)            a row of logs.csv was written

@@ -155,6 +155,7 @@ class Actors:
     ) -> None:
         self.flags, self.weights, self.publish = flags, weights, weights.publish
         self.idle = list(range(flags.num_actors))  # the one idle for longest is first
+        self.num_learner_threads = 1 if flags.sync else flags.num_learner_threads
         self.timings: list[dict[str, float]] = [{} for _ in self.idle]  # shares so far
         self.steps = step_counters(flags.num_actors)
         self.watch = children.StepWatch(flags.actor_timeout)

@@ -2,32 +2,23 @@
 
 from typing import Any
 
+from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
 from torchbeast.flags import Flags
 from torchbeast.local.actors import Actors
 
 
 def actors_class(flags: Flags) -> Any:
-    """Actors; SerialActors with --serial; with --launcher ray those of extras/ray."""
-    if flags.serial:
-        from torchbeast.local.serial import SerialActors
-
-        return SerialActors
-    if getattr(flags, "launcher", "processes") == "processes":
-        return Actors
-    from torchbeast.extras import ray  # optional
-
-    return ray.actors_class(flags)
+    """Actors, or what a part has in their place. Raises FlagError if it can't be."""
+    return [Actors, *filter(None, parts.call("actors_class", flags))][-1]
 
 
 def resolve_layout(flags: Flags) -> Flags:
     """Fills in the layout flags that depend on each other, and checks them.
 
     Raises FlagError if actors and learner could wait for each other forever, or --sync
-    or --launcher does not allow these flags.
+    or a part does not allow these flags.
     """
-    if flags.serial:
-        flags.num_actors = 1
     A, B = flags.num_actors, flags.batch_size
     if flags.envs_per_actor is None:
         flags.envs_per_actor = 8
@@ -44,7 +35,7 @@ def resolve_layout(flags: Flags) -> Flags:
             f"--num_buffers {flags.num_buffers} is too small: {A} actors with {E} "
             f"environments each and a batch of {B} rollouts need at least {least}"
         )
-    actors_class(flags)  # raises if --launcher can't be used
+    actors_class(flags)  # raises if they can't be used
     if flags.sync and (A * E % B or flags.num_buffers != A * E):
         raise FlagError(
             f"--sync learns from all {A * E} environments in turn (--num_actors {A} "

@@ -33,6 +33,7 @@ from torchbeast.base.named import find_named
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step
+from torchbeast.core.timings import Timings
 from torchbeast.flags import Flags
 from torchbeast.learner import Learner, Update, learn
 from torchbeast.model import CHOICES
@@ -43,7 +44,6 @@ from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.streams import StreamGroup, Streams, as_stored
 from torchbeast.runs.run import Run
 from torchbeast.runs.start import Start, run_script
-from torchbeast.runs.status import Timings
 
 log = logging.getLogger("torchbeast.polybeast_learner")
 

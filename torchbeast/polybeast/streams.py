@@ -15,12 +15,12 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import memory_limit
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core import rollout
+from torchbeast.core.timings import Timings, format_shares
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
 from torchbeast.polybeast.remote_envs import RemoteEnvs
 from torchbeast.polybeast.security import ServerError
 from torchbeast.runs.run import Run
-from torchbeast.runs.status import Timings, format_shares
 
 log = logging.getLogger(__name__)
 

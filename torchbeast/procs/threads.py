@@ -53,7 +53,8 @@ class Threads:
 class LearnerThreads:
     """Threads that call work(slots, wait_for_turn) for each batch of slots.
 
-    wait_for_turn returns when `work` has returned for all earlier batches.
+    wait_for_turn returns when `work` has returned for all earlier batches. `count` 0:
+    the caller's thread works.
     """
 
     def __init__(self, run: Any, count: int, work: Callable[..., None]) -> None:
@@ -66,7 +67,7 @@ class LearnerThreads:
             run.start_thread(f"learner-{i}", self._loop)
 
     def put(self, slots: list[int]) -> None:
-        if not self._count:  # --serial: in this thread
+        if not self._count:  # in this thread
             self._work(slots, lambda: None)
             return self._run.finish_updates()
         before, self._last = self._last, threading.Event()

@@ -1,7 +1,6 @@
 """Checkpoints: model.tar, written atomically, and the one before."""
 
 import io
-import logging
 import os
 import pathlib
 import random
@@ -17,20 +16,10 @@ from torchbeast.base.errors import CheckpointError
 from torchbeast.core.finite import find_not_finite
 from torchbeast.runs.files import atomic_write
 
-log = logging.getLogger(__name__)
-
 
 def previous_path(path: pathlib.Path) -> pathlib.Path:
     """The path of the previous checkpoint: model.tar → model.previous.tar."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
-
-
-def find(place: str | os.PathLike[str], savedir: str = "") -> pathlib.Path:
-    """The checkpoint that `place` names: a run in `savedir`, a folder or a file."""
-    path = pathlib.Path(place).expanduser()
-    if savedir and (pathlib.Path(savedir).expanduser() / place).is_dir():
-        path = pathlib.Path(savedir).expanduser() / place
-    return path / "model.tar" if path.is_dir() else path
 
 
 def save(path: pathlib.Path, state: dict[str, Any], keep_previous: bool = True) -> None:
@@ -92,24 +81,6 @@ def check_fit(found: dict[str, Any], model: torch.nn.Module) -> None:
             f"the checkpoint's weights don't fit the model of these flags: {error}. "
             "Give the --env and the flags of the checkpoint, or another --xpid"
         ) from error
-
-
-def take_over(place: str, savedir: str, model: torch.nn.Module) -> None:
-    """Loads the weights of a checkpoint, but no module of which one does not fit."""
-    path = find(place, savedir)
-    found = load(path)["model_state_dict"]
-    there, here = (
-        {k: x.shape for k, x in y.items()} for y in (found, model.state_dict())
-    )
-    others = {k for k in there | here if there.get(k) != here.get(k)}
-    modules = {name.rpartition(".")[0] for name in others}
-    fitting = {k: x for k, x in found.items() if k.rpartition(".")[0] not in modules}
-    if not fitting:
-        raise CheckpointError(f"--init_from {place}: none of its weights fits")
-    model.load_state_dict(fitting, strict=False)
-    log.info("Took %d of %d weights from %s.", len(fitting), len(found), path)
-    if others:
-        log.warning("These do not fit: %s.", ", ".join(sorted(others)))
 
 
 def rng_state() -> dict[str, Any]:

@@ -25,12 +25,12 @@ import torch
 from torchbeast.base import errors, parts, ranks
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.observations import log_encoders
+from torchbeast.core.timings import Timings
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
 from torchbeast.runs import checkpoint, trust
 from torchbeast.runs.files import FileWriter
 from torchbeast.runs.start import Start
-from torchbeast.runs.status import Status, Timings, mean_return
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Run:
         self.resumed, self.folder = start.saved is not None, start.folder.path
         if start.saved:
             learner.load_state_dict(start.saved)
-        elif (other := self.flags.init_from) and not ranks.rank():
-            checkpoint.take_over(other, self.flags.savedir, learner.model)
+        elif not ranks.rank():
+            parts.call("initialize", self.flags, learner.model)
         ranks.copy_first(learner.model.state_dict().values())
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
@@ -112,9 +112,6 @@ class Run:
             self._writer = FileWriter(self.start.folder, values, step, about)
             self._wake_pipe.wake_on_signals()
             log.info("%s", self.start.note)
-            # After out.log is open: at its end it restores the log's handlers of now.
-            self._status_line = Status(self.flags, self.learner)
-            self.show = self._status_line.show
             undo.pop_all()
         return self
 
@@ -127,6 +124,14 @@ class Run:
             return False
         self.guests.all("poll")
         return True
+
+    def show(self, queued: int, acted: int, streams: str | None = None) -> None:
+        """Gives guests the state of the run, in each round of the main loop.
+
+        `queued` rollouts wait for the learner, `acted` steps were made since the start,
+        and `streams` of PolyBeast are connected, such as "3/4".
+        """
+        self.guests.all("show", queued, acted, streams)
 
     def stop_requested(self) -> bool:
         """Whether a stop signal has come; logs it. Raises what a thread has raised."""
@@ -323,17 +328,17 @@ class Run:
     def _close(self) -> None:
         self.saving = True
         learner, counters = self.learner, self.learner.counters
-        self._status_line.close()
         try:
             self.stack.close()
         except Exception as error:
             self._fail(error)
+        mean = counters.mean_return(self.flags.episodes_for_avg)
         status = self.exit_status
         log.info(
             "%s at step %d, %.0f SPS, %d games, mean return %s",
             "Failed" if status == 1 else "Stopped" if status else "Finished",
             *(learner.step, counters.sps() or 0, counters.games),
-            mean_return(counters, self.flags),
+            "-" if mean is None else f"{mean:.2f}",
         )
         why = self._error if status == 1 else None
         end = {"last_step": learner.step, "error": why, "timings": self.shares}

@@ -174,8 +174,6 @@ def check_changes(flags: Flags, saved: dict[str, Any]) -> None:
     """Raises FlagError for typed flags that this checkpoint can't be resumed with."""
     changes = flagset.changed(saved["flags"], flags, flagset.FREE_TO_CHANGE_IN_SYNC)
     typed = {k: changes[k] for k in changes if k in flags.typed & saved["flags"].keys()}
-    if "init_from" in typed:
-        raise FlagError(f"--init_from is for a new run, and {flags.xpid} exists")
     if flags.sync and (typed or not saved.get("actors")):
         words = flagset.describe_changes(typed) or "its flags"
         raise FlagError(

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -188,7 +189,8 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
       UntrustedError: it names code, and is not a checkpoint of your own runs.
       UserError: the environment can't be made.
     """
-    file = checkpoint.find(path)
+    file = Path(path).expanduser()
+    file = file / "model.tar" if file.is_dir() else file
     saved = checkpoint.load(file)
     parser = FlagParser("", (*TRAINING, *parts.groups()), CHOICES)
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]

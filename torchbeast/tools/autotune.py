@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
+from torchbeast.core.timings import format_shares
 from torchbeast.flags import Flags
 from torchbeast.runs import flagset, start
-from torchbeast.runs.status import format_shares
 from torchbeast.tools import variants
 from torchbeast.tools.trial import Tried, try_command
 

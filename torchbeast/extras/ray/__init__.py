@@ -31,7 +31,9 @@ def check(flags: Any) -> None:
 
 
 def actors_class(flags: Any) -> Any:
-    """Takes the place of MonoBeast's Actors. Raises FlagError as `check` does."""
+    """Raises FlagError as `check` does."""
+    if flags.launcher == "processes":
+        return None
     check(flags)
     from torchbeast.extras.ray.actors import RayActors
 

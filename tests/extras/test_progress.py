@@ -17,7 +17,7 @@ import types
 import pytest
 import runs
 
-from torchbeast.runs import status
+from torchbeast.extras import progress
 
 
 @pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
@@ -81,20 +81,20 @@ def test_the_log_is_whole_beside_a_terminal(tmp_path, quiet):
 
 def test_without_a_terminal(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(status, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "STATUS_SECONDS", 0.0)
     flags = types.SimpleNamespace(total_steps=1000, episodes_for_avg=100)
     counters = types.SimpleNamespace(games=3, policy_lag=1.5)
     counters.sps, counters.mean_return = (lambda: None), (lambda games: 2.5)
     learner = types.SimpleNamespace(step=40, counters=counters)
-    line = status.Status(flags, learner)
-    line.show(0, acted=1234)
+    line = progress.attach(types.SimpleNamespace(flags=flags, learner=learner))
+    line.show(0, 1234, None)
     assert "of 1,000, actors' steps 1,234, waiting for an update" in caplog.text
     caplog.clear()
     learner.step, counters.sps = 60, lambda: 50.0
-    line.show(4, acted=2345)
+    line.show(4, 2345, "3/4")
     assert "Step 60 of 1,000, SPS 50, return 2.50, games 3" in caplog.text
+    assert "queued 4, streams 3/4, 0:00:18 left" in caplog.text
     assert "2,345" not in caplog.text
-    line.close()
     flags.total_steps = 10**18
-    status.Status(flags, learner).show(4, acted=2345)
+    line.show(4, 2345, None)
     assert "Step 60 of 1,000,000,000,000,000,000" in caplog.text

@@ -1,37 +1,62 @@
-"""--serial: environments and actor in the learner's thread, for debuggers."""
+"""--serial: MonoBeast acts and learns in one process and thread, for debuggers."""
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torchbeast.base.errors import FlagError
+from torchbeast.base.flag import START, Group, flag
 
-from torchbeast.base.nested import Nested
-from torchbeast.core.weights import SharedWeights
-from torchbeast.envs.environment import example_environment
-from torchbeast.envs.seeded_games import check_same_spaces
-from torchbeast.flags import Flags
-from torchbeast.local.actors import TorchSettings, make_envs
-from torchbeast.local.env_spec import EnvSpec, spec_of
+if TYPE_CHECKING:
+    from torchbeast.flags import Flags as AllFlags
+    from torchbeast.local.env_spec import EnvSpec
+
+
+class Flags(Group):
+    serial: bool = flag(False, "MonoBeast in one thread, for debuggers", START)
+
+
+def resolve(flags: Any) -> None:
+    if flags.serial and not hasattr(flags, "num_buffers"):
+        raise FlagError("--serial is for MonoBeast")
+    if flags.serial:
+        flags.num_actors = 1
+
+
+def actors_class(flags: Any) -> Any:
+    return SerialActors if flags.serial else None
 
 
 class SerialActors:
     """One actor, with the methods and attributes of Actors. `finished` lets it act."""
 
+    num_learner_threads = 0
+
     @staticmethod
-    def find_env_spec(flags: Flags) -> EnvSpec:
+    def find_env_spec(flags: AllFlags) -> EnvSpec:
+        from torchbeast.envs.environment import example_environment
+        from torchbeast.local.actors import TorchSettings
+        from torchbeast.local.env_spec import spec_of
+
         with TorchSettings(), contextlib.closing(example_environment(flags)) as env:
             return spec_of(env)
 
     def __init__(
         self,
         actor_class: Callable[..., Any],
-        flags: Flags,
+        flags: AllFlags,
         env_spec: EnvSpec,
-        buffers: dict[str, Nested],
-        weights: SharedWeights,
+        buffers: dict[str, Any],
+        weights: Any,
         saved: Sequence[dict[str, Any]] | None,
     ) -> None:
+        import torch
+
+        from torchbeast.envs.seeded_games import check_same_spaces
+        from torchbeast.local.actors import make_envs
+
         self.flags, self.weights, self.publish = flags, weights, weights.publish
         self.idle, self._slots = [0], list[int]()
         with torch.random.fork_rng(devices=[]):  # as if it had a process of its own

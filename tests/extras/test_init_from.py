@@ -5,6 +5,11 @@ import shutil
 import pytest
 import runs
 import torch
+from gymnasium import spaces
+from nets import make_net
+
+from torchbeast.extras import init_from
+from torchbeast.runs import checkpoint
 
 FIRST = {**runs.SMALL, "batch_size": 3}
 # Too small to change the weights by more than their rounding.
@@ -61,6 +66,25 @@ def test_what_does_not_fit_is_named(first, tmp_path):
     found, expected = weights(tmp_path / "a"), weights(first)
     name = "vector.layers.2.weight"
     torch.testing.assert_close(found[name], expected[name])
+
+
+def test_moments_that_do_not_fit_are_not_taken_over_in_part(tmp_path):
+    """The count alone would fit, and would make the first mean last."""
+    old, new = (
+        make_net(
+            spaces.Box(-9, 9, (n,)), spaces.Discrete(7), normalize_observations=True
+        )
+        for n in (6, 4)
+    )
+    old.update_moments({"observation": torch.randn(8, 3, 6)}, ())
+    state = {"model_state_dict": old.state_dict(), "flags": {}}
+    checkpoint.save(tmp_path / "model.tar", state)
+    init_from.take_over(str(tmp_path), "", new)
+    assert new.vector.moments.count == 0
+    assert torch.equal(new.policy.bias, old.policy.bias)
+    x = 100 + torch.randn(8, 3, 4)
+    new.update_moments({"observation": x}, ())
+    torch.testing.assert_close(new.vector.moments.mean, x[1:].mean((0, 1)))
 
 
 def test_what_can_not_be_used(tmp_path):

@@ -1,6 +1,6 @@
 import time
 
-from torchbeast.runs.status import Timings, format_shares
+from torchbeast.core.timings import Timings, format_shares
 
 
 def busy(seconds):
