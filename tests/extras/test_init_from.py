@@ -70,12 +70,8 @@ def test_what_does_not_fit_is_named(first, tmp_path):
 
 def test_moments_that_do_not_fit_are_not_taken_over_in_part(tmp_path):
     """The count alone would fit, and would make the first mean last."""
-    old, new = (
-        make_net(
-            spaces.Box(-9, 9, (n,)), spaces.Discrete(7), normalize_observations=True
-        )
-        for n in (6, 4)
-    )
+    boxes, actions = (spaces.Box(-9, 9, (n,)) for n in (6, 4)), spaces.Discrete(7)
+    old, new = (make_net(x, actions, normalize_observations=True) for x in boxes)
     old.update_moments({"observation": torch.randn(8, 3, 6)}, ())
     state = {"model_state_dict": old.state_dict(), "flags": {}}
     checkpoint.save(tmp_path / "model.tar", state)

@@ -6,6 +6,7 @@ A file may have
     resolve(flags)    fills in its flags and checks them; raises FlagError
     actors_class(flags)    what starts actors in place of local/actors.py: Actors; None
                    if the flags ask for none. Its methods and attributes are the same
+    resume(flags, saved)    may refuse to resume from this checkpoint: FlagError
     initialize(flags, model)    sets weights with which a new run begins
     attach(run)    returns a guest of a training run, or None if the flags ask for none
     fetch(flags, folder, step)    may bring a newer checkpoint into the run's folder,

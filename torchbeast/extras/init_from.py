@@ -21,11 +21,10 @@ def initialize(flags: Any, model: Any) -> None:
         take_over(flags.init_from, flags.savedir, model)
 
 
-def attach(run: Any) -> None:
-    """Refuses another --init_from than the run has begun with."""
-    saved = run.start.saved
-    if saved and saved["flags"].get("init_from") != run.flags.init_from:
-        raise FlagError(f"--init_from is for a new run, and {run.flags.xpid} exists")
+def resume(flags: Any, saved: dict[str, Any]) -> None:
+    """The command that has begun the run may be given again."""
+    if flags.init_from != saved["flags"].get("init_from"):
+        raise FlagError(f"--init_from is for a new run, and {flags.xpid} exists")
 
 
 def take_over(place: str, savedir: str, model: Any) -> None:

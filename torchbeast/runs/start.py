@@ -172,6 +172,7 @@ def died_early(folder: Path, disable_checkpoint: bool) -> dict[str, Any]:
 
 def check_changes(flags: Flags, saved: dict[str, Any]) -> None:
     """Raises FlagError for typed flags that this checkpoint can't be resumed with."""
+    parts.call("resume", flags, saved)
     changes = flagset.changed(saved["flags"], flags, flagset.FREE_TO_CHANGE_IN_SYNC)
     typed = {k: changes[k] for k in changes if k in flags.typed & saved["flags"].keys()}
     if flags.sync and (typed or not saved.get("actors")):
