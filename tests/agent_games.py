@@ -123,8 +123,11 @@ class Faulty(Split):
 
     def __init__(self, fault):
         self.fault = fault
-        if fault == "nobody":
-            self.possible_agents = []
+        names = {"nobody": [], "twice": ["left", "left"]}
+        self.possible_agents = names.get(fault, ["left", "right"])
+
+    def action_space(self, agent):
+        return None if self.fault == "no space" else super().action_space(agent)
 
     def reset(self, seed=None, options=None):
         observations, infos = super().reset()
@@ -157,7 +160,7 @@ def lying() -> ParallelEnv:
     return AECEnv()
 
 
-def identity(env, scale=1):
+def identity(env, env_index, scale=1):
     """A wrapper."""
-    env.scale = scale
+    env.scale, env.number = scale, env_index
     return env

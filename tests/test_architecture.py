@@ -21,6 +21,7 @@ COMMANDS = ("plot", "polybeast_env", "polybeast_learner", "report", "sweep")
 LATE = {
     ("__init__", "tools.agent"),  # torchbeast.load_agent
     ("base.ranks", "extras.ranks.several"),  # torchrun
+    ("learner", "extras.episodes"),  # --rollouts episode
     ("learner", "extras.explorer.method"),  # --explorer
     ("learner", "extras.replay.mixer"),  # --replay_ratio
     ("model", "extras.explorer.method"),

@@ -16,7 +16,8 @@ class Whole(gymnasium.Env):
 
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, size):
+    def __init__(self, size, env_index):
+        self.index = env_index
         self.observation_space = gymnasium.spaces.Box(0, 1, (size,))
         self.size = size
 
@@ -31,7 +32,8 @@ class Whole(gymnasium.Env):
         return observation, float(self.size), False, self.steps == 4, {}
 
 
-def times(env, factor=10, plus=()):
+def times(env, env_index, factor=10, plus=()):
+    assert env_index in (0, getattr(env.unwrapped, "index", 0))
     return gymnasium.wrappers.TransformReward(env, lambda r: r * factor + sum(plus))
 
 
@@ -71,6 +73,11 @@ def test_arguments():
     assert first_reward("CartPole-v1") == [1]
     with pytest.raises(RuntimeError, match=r"(?i)difficult"):
         create_env(env_flags("ALE/Freeway-v5", env_kwargs='{"difficulty": 77}'))
+
+
+def test_each_environment_gets_its_number():
+    env = Environment(env_flags(here(Whole), env_kwargs='{"size": 5}'), 3, 7)
+    assert [x.unwrapped.index for x in env.games] == [7, 8, 9]
 
 
 def test_wrappers_in_their_order_with_arguments():

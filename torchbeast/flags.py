@@ -106,8 +106,6 @@ class Layout(Group):
     num_actors: int = flag(2, "actor processes; PolyBeast: streams", COUNT)
     batch_size: int = flag(4, "rollouts per learner batch", COUNT)
     unroll_length: int = flag(20, "steps per rollout", COUNT)
-    rollouts: str = flag("fixed", "episode: cuts them where episodes end",
-        choices=["fixed", "episode"])
     actor_timeout: float = flag(120.0, "seconds that a step may take", SECONDS, FREE)
     num_learner_threads: int = flag(1, "gather batches", COUNT, alias="num_threads")
     torch_threads: int = flag(None, "of the learner (default: half the cores)", COUNT)

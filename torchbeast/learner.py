@@ -191,8 +191,9 @@ class Learner:
         before = state["flags"]
         if (old := before["optimizer"]) != self.flags.optimizer:
             raise CheckpointError(f"the checkpoint needs --optimizer {old}")
-        if before.get("replay_ratio") and not hasattr(self.flags, "replay_ratio"):
-            raise CheckpointError("the checkpoint needs extras/replay, now deleted")
+        for name, off in {"replay_ratio": 0, "rollouts": "fixed"}.items():
+            if before.get(name, off) != off and not hasattr(self.flags, name):
+                raise CheckpointError(f"the part that has --{name} is deleted")
         checkpoint.set_rng_state(state["rng"])
         stats = state["stats"]
         self.step, self.num_updates = stats["step"], stats["num_updates"]
@@ -292,8 +293,10 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
         rows, state = batch, initial_state
         if mixer:
             rows, state = mixer.mix(rows, state)
-        if flags.rollouts == "episode":
-            rows, state = rollout.cut_at_episodes(rows, state)
+        if getattr(flags, "rollouts", "fixed") == "episode":
+            from torchbeast.extras.episodes import cut_at_episodes  # optional
+
+            rows, state = cut_at_episodes(rows, state)
         if learner.explorer:
             rows, explored = learner.explorer.explore(rows)
         for _ in range(flags.updates_per_batch // flags.minibatches):

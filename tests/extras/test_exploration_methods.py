@@ -15,8 +15,8 @@ from examples.exploration.e3b import E3B
 from examples.exploration.noveld import NovelD
 from examples.exploration.ride import RIDE
 from torchbeast.base.nested import map_nested
-from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
+from torchbeast.extras.episodes import cut_at_episodes
 
 T, B = 11, 3
 SPACE = spaces.MultiDiscrete([3, 2])
@@ -245,7 +245,7 @@ def test_padding_has_no_reward_and_no_loss(name):
     every = torch.ones(T, B, dtype=torch.bool)
     whole = method.explore(rows, every)
     method.waiting = {}
-    cut, _ = rollout.cut_at_episodes(rows, ())
+    cut, _ = cut_at_episodes(rows, ())
     parts = method.explore(cut, cut["valid"][:-1])
     assert parts.reward.isfinite().all()
     assert not parts.reward[~cut["valid"][:-1]].any()

@@ -160,6 +160,8 @@ def test_action_masks(masked):
         ("Uneven", None, "observation_space must be one for all, or padded"),
         ("UnevenActions", None, "action_space must be one for all, or padded"),
         ("Faulty", "nobody", "no ParallelEnv with possible_agents"),
+        ("Faulty", "twice", r"has a name twice: \['left', 'left'\]"),
+        ("Faulty", "no space", "the space None is not supported"),
         ("Faulty", "empty", r"after reset\(\) the list `agents` has none"),
         ("Faulty", "missing", "no value for 'right'"),
         ("Faulty", "shape", r"returned float32 \[4\] as an observation"),
@@ -194,9 +196,9 @@ def test_a_number_of_environments_that_is_no_multiple():
 @pytest.mark.parametrize("env", ["annotated", "Split"])
 def test_what_names_a_parallel_environment(env):
     wrapper = 'agent_games:identity{"scale": 3}'
-    envs = Environment(env_flags(f"agent_games:{env}", wrapper=wrapper), None)
-    assert envs.num_envs == 2
-    assert envs.envs.envs[0].env.scale == 3
+    envs = Environment(env_flags(f"agent_games:{env}", wrapper=wrapper), 4, 6)
+    assert [x.env.scale for x in envs.games] == [3, 3]
+    assert [x.env.number for x in envs.games] == [6, 8]
 
 
 # --- The loss -------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from torchbeast.runs.files import read_meta
 
 PACKAGE = Path(torchbeast.__path__[0])
 PARTS = sorted(
-    f"extras/{path.name}"
-    for path in (PACKAGE / "extras").iterdir()
+    str(path.relative_to(PACKAGE))
+    for folder in ("extras", "extras/envs")
+    for path in (PACKAGE / folder).iterdir()
     if path.stem[:2] != "__"
 )
 FLAGS = ["--env=CartPole-v1", "--total_steps=200", "--batch_size=2"]

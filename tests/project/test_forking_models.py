@@ -11,7 +11,7 @@ from gymnasium import spaces
 from nets import make_net, make_rows, map_leaves
 from test_forking import Fork
 
-from torchbeast.core.rollout import cut_at_episodes
+from torchbeast.extras.episodes import cut_at_episodes
 
 
 @pytest.fixture(params=["monobeast", "polybeast"])

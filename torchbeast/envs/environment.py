@@ -19,8 +19,9 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
+from torchbeast.envs import make_env
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, make_fields
-from torchbeast.envs.make_env import frames_per_step, vector_maker
+from torchbeast.envs.make_env import vector_maker
 from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
@@ -33,10 +34,12 @@ from torchbeast.envs.values import (
 log = logging.getLogger(__name__)
 
 
-def example_environment(flags: argparse.Namespace) -> "Environment":
+def example_environment(flags: argparse.Namespace, index: int = 0) -> "Environment":
     """One environment; of vector environments as many as a run has in one object."""
     E = getattr(flags, "envs_per_actor", None)
-    return Environment(flags, E if vector_maker(flags) else 1)
+    env = Environment(flags, E if vector_maker(flags) else 1, index)
+    make_env.first("examine", env)
+    return env
 
 
 # What is added up, [4, E] float64: float32 loses digits in long games.
@@ -111,8 +114,9 @@ class Environment:
         # What environments set by np.seterr() stays among them.
         self._run = contextvars.copy_context().run
         self.flags = flags
-        self.frames_per_step = frames_per_step(flags)
-        self.envs: Any = self._call(make_games, flags, num_envs, render_mode)
+        self.frames_per_step = make_env.frames_per_step(flags)
+        made = make_games, flags, num_envs, render_mode, first_index
+        self.envs: Any = self._call(*made)
         self.num_envs: int = self.envs.num_envs
         self.games: list[Any] = getattr(self.envs, "envs", [])  # can be replayed
         self.exact_resume = bool(self.games)

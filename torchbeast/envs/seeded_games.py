@@ -30,9 +30,9 @@ class SeededGames(gymnasium.Wrapper):
     """
 
     def __init__(
-        self, flags: argparse.Namespace, index: int, render_mode: str | None
+        self, flags: argparse.Namespace, render_mode: str | None, index: int
     ) -> None:
-        super().__init__(create_env(flags, render_mode))
+        super().__init__(create_env(flags, render_mode, index))
         self._space = self.env.observation_space
         self.log_actions = getattr(flags, "sync", False)
         self.actions: list[np.ndarray] = []
@@ -79,12 +79,16 @@ class SeededGames(gymnasium.Wrapper):
 
 
 def make_games(
-    flags: argparse.Namespace, num_envs: int | None, render_mode: str | None
+    flags: argparse.Namespace, num_envs: int | None, render_mode: str | None, index: int
 ) -> Any:
-    """The environments in one object, which resets those that end in the same step."""
-    if make := vector_maker(flags, render_mode):
+    """Environments from number `index` on, which are reset in the step that ends them.
+
+    They are one object: a vector environment.
+    """
+    if make := vector_maker(flags, render_mode, index):
         return make(num_envs)
-    games = [partial(SeededGames, flags, e, render_mode) for e in range(num_envs or 1)]
+    indices = range(index, index + (num_envs or 1))
+    games = [partial(SeededGames, flags, render_mode, i) for i in indices]
     same_step = gymnasium.vector.AutoresetMode.SAME_STEP
     return gymnasium.vector.SyncVectorEnv(games, autoreset_mode=same_step)
 

@@ -44,7 +44,7 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
         server = make_server(flags, index, address)
         _end_on_request(server, pipe)
         # Before the server listens, so that no learner gets a faulty environment.
-        description = try_environment(flags)
+        description = try_environment(flags, index * flags.envs_per_actor)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         if not flags.join:
@@ -151,9 +151,9 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
         return libtorchbeast.Client(StreamEnvironment, address, **options)
 
 
-def try_environment(flags: Flags) -> str:
-    """Makes, resets and steps an environment. Returns a description for the log."""
-    with contextlib.closing(example_environment(flags)) as env:
+def try_environment(flags: Flags, index: int = 0) -> str:
+    """Makes, resets and steps environment `index`. Returns a text for the log."""
+    with contextlib.closing(example_environment(flags, index)) as env:
         env.set_seed(secrets.randbits(31), 0)
         row = env.initial()
         if not mask_space(env.observation_space):  # of action 0

@@ -133,11 +133,12 @@ def preset_flags(name: str | None) -> dict[str, Any]:
         return {}
     groups = [Model, Loss, Optimizer, *([] if "env" in PRESETS[name] else [Atari])]
     declared = {k: x for group in groups for k, x in group.declared().items()}
-    layout = ("total_steps", "batch_size", "unroll_length", "rollouts")
+    layout = ("total_steps", "batch_size", "unroll_length")
     declared |= {name: DECLARED[name] for name in layout}
     of_machine = ("precision", "atari_backend")
     defaults = {k: x.default for k, x in declared.items() if k not in of_machine}
-    return {**defaults, "replay_ratio": 0.0, "explorer": None, **PRESETS[name]}
+    of_parts = {"rollouts": "fixed", "replay_ratio": 0.0, "explorer": None}
+    return defaults | of_parts | PRESETS[name]
 
 
 def resolve_folder(flags: Flags) -> None:

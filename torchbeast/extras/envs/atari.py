@@ -43,7 +43,7 @@ def make(
 
 
 def vector_maker(
-    flags: argparse.Namespace, render_mode: str | None
+    flags: argparse.Namespace, render_mode: str | None, index: int
 ) -> Callable[[int | None], Any] | None:
     """How to make E environments in C++."""
     if flags.atari_backend != "native" or render_mode or not atari_game(flags.env):

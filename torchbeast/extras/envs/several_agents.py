@@ -17,28 +17,28 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.errors import FlagError
-from torchbeast.base.named import find_object, parse_paths
+from torchbeast.base.named import find_object
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, select
-from torchbeast.envs.make_env import names_python, takes
+from torchbeast.envs.make_env import MASKS, call, names_python, takes, wrap
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.envs.values import (
     AGENT,
     InvalidEnvironmentError,
-    MaskFromInfo,
     add_part,
     check_mask,
+    plain_space,
     read,
 )
 
 
 def vector_maker(
-    flags: argparse.Namespace, render_mode: str | None
+    flags: argparse.Namespace, render_mode: str | None, index: int
 ) -> Callable[[int | None], Any] | None:
     """How to make games with E agents; None if --env is no parallel environment."""
     if names_python(flags.env):
         function = find_object(f"--env {flags.env}", flags.env)
         if makes_parallel(flags.env, function) and not takes(function, "num_envs"):
-            return functools.partial(ParallelGames, flags, render_mode)
+            return functools.partial(ParallelGames, flags, render_mode, index)
     return None
 
 
@@ -50,15 +50,14 @@ def makes_parallel(name: str, function: Any) -> bool:
     return "ParallelEnv" in names or name.endswith((":parallel_env", ".parallel_env"))
 
 
-def make_parallel(flags: argparse.Namespace, render_mode: str | None) -> Any:
+def make_parallel(
+    flags: argparse.Namespace, render_mode: str | None, index: int
+) -> Any:
     """The parallel environment of --env, in its wrappers."""
-    flag, arguments = f"--env {flags.env}", json.loads(flags.env_kwargs or "{}")
-    if render_mode:
-        arguments = {"render_mode": render_mode, **arguments}
-    env = find_object(flag, flags.env)(**arguments)
-    for path, more in parse_paths("--wrapper", flags.wrapper or ""):
-        env = find_object(f"--wrapper {path}", path)(env, **more)
-    return env
+    arguments = {"render_mode": render_mode} if render_mode else {}
+    arguments |= json.loads(flags.env_kwargs or "{}")
+    function = find_object(f"--env {flags.env}", flags.env)
+    return wrap(flags, call(function, arguments, env_index=index), index)
 
 
 class Row(NamedTuple):
@@ -80,33 +79,37 @@ class ParallelGame:
     The row of an absent agent does not count; it shows the observation of another.
     """
 
-    def __init__(self, flags: argparse.Namespace, render_mode: str | None) -> None:
+    def __init__(
+        self, flags: argparse.Namespace, render_mode: str | None, index: int
+    ) -> None:
         self.name, self.log_actions = flags.env, getattr(flags, "sync", False)
-        self.env = make_parallel(flags, render_mode)
+        self.env = make_parallel(flags, render_mode, index)
         self.agents = list(getattr(self.env, "possible_agents", ()))
         if not self.agents or hasattr(self.env, "agent_iter"):
             self._fail(f"{self.env!r:.99} is no ParallelEnv with possible_agents")
+        if len(set(self.agents)) < len(self.agents):
+            self._fail(f"possible_agents has a name twice: {self.agents}")
         self.space = space = self._common("observation_space")
         self.action_space = self._common("action_space")
         self.add_mask: Any = lambda observation, info: observation
         if flags.mask_actions:
             one: Any = gymnasium.Env()
             one.observation_space, one.action_space = space, self.action_space
-            masked = MaskFromInfo(one)
+            masked = find_object("--mask_actions", MASKS)(one)
             space, self.add_mask = masked.observation_space, masked.add_mask
         if len(self.agents) > 1:
             number = spaces.MultiBinary(len(self.agents))
             space = spaces.Dict(add_part(space, AGENT, number))
         self.observation_space = space
         check_mask(space, self.action_space)
-        self.set_seed(flags.seed, 0)
+        self.set_seed(flags.seed, index)
 
     def _fail(self, what: str) -> NoReturn:
         raise InvalidEnvironmentError(f"--env {self.name}: {what}")
 
     def _common(self, kind: str) -> Any:
         """The observation_space or action_space of all agents."""
-        found = {x: getattr(self.env, kind)(x) for x in self.agents}
+        found = {x: plain_space(getattr(self.env, kind)(x)) for x in self.agents}
         first = found[self.agents[0]]
         if any(x != first for x in found.values()):
             self._fail(
@@ -207,9 +210,13 @@ class ParallelGames:
     """
 
     def __init__(
-        self, flags: argparse.Namespace, render_mode: str | None, num_envs: int | None
+        self,
+        flags: argparse.Namespace,
+        render_mode: str | None,
+        index: int,
+        num_envs: int | None,
     ) -> None:
-        game = ParallelGame(flags, render_mode)
+        game = ParallelGame(flags, render_mode, index)
         N = len(game.agents)
         self.num_envs = num_envs or N
         if self.num_envs % N:
@@ -220,7 +227,8 @@ class ParallelGames:
         self.single_observation_space = game.observation_space
         self.single_action_space = game.action_space
         more = range(N, self.num_envs, N)
-        self.envs = [game, *(ParallelGame(flags, render_mode) for _ in more)]
+        make = functools.partial(ParallelGame, flags, render_mode)
+        self.envs = [game, *(make(index + i) for i in more)]
 
     def _join(self, rows: Iterable[Row]) -> tuple[Any, dict[str, Any]]:
         """Observations [G * N, ...] and the EXTRA_FIELDS of infos, as arrays."""

@@ -18,14 +18,14 @@ from torchbeast.base.errors import FlagError, needing
 from torchbeast.base.named import find_object
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, gather
-from torchbeast.envs.make_env import names_python, takes
+from torchbeast.envs.make_env import call, names_python, takes
 from torchbeast.envs.values import InvalidEnvironmentError, check_mask, describe, read
 
 ENVPOOL = "envpool:"
 
 
 def vector_maker(
-    flags: argparse.Namespace, render_mode: str | None
+    flags: argparse.Namespace, render_mode: str | None, index: int
 ) -> Callable[[int | None], Any] | None:
     """How to make E environments in one object; None if --env is a single one."""
     flag, name = f"--env {flags.env}", flags.env
@@ -36,7 +36,7 @@ def vector_maker(
     elif names_python(name) and takes(function := find_object(flag, name), "num_envs"):
 
         def make(num_envs: int, seed: int) -> Any:
-            return function(**{"num_envs": num_envs, **arguments})
+            return call(function, arguments, num_envs=num_envs, env_index=index)
     else:
         return None
     if flags.wrapper or flags.mask_actions or render_mode:
