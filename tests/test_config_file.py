@@ -66,7 +66,7 @@ def test_the_command_line_wins_and_the_preset_loses(write):
 
 
 def test_a_checkpoint_loses(write):
-    saved = parse("--seed=3", "--entropy_cost=0.2").as_dict()
+    saved = {"flags": parse("--seed=3", "--entropy_cost=0.2").as_dict()}
     config = write("seed = 4")
     flags = flagset.merge(flagset.read(monobeast.make_parser(), [config]), saved)
     assert (flags.seed, flags.entropy_cost) == (4, 0.2)

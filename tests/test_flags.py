@@ -1,6 +1,5 @@
 import ast
 import contextlib
-import os
 import pickle
 import re
 import shlex
@@ -16,7 +15,7 @@ from torchbeast.base import devices, parts
 from torchbeast.base.errors import FlagError
 from torchbeast.flags import GROUPS
 from torchbeast.presets import PRESETS
-from torchbeast.runs import flagset
+from torchbeast.runs import flagset, start
 from torchbeast.runs.flagset import preset_flags
 
 # The command line that users copy from TorchBeast's README.
@@ -27,13 +26,13 @@ OLD_COMMAND_LINE = """
 """
 
 
-def parse(command_line="", **options):
-    argv = shlex.split(command_line)
-    return flagset.merge(flagset.read(monobeast.make_parser(), argv), **options)
+def parse(command_line="", saved=None):
+    typed = flagset.read(monobeast.make_parser(), shlex.split(command_line))
+    return flagset.merge(typed, saved and {"flags": saved})
 
 
-def resolve(command_line="", **options):
-    return monobeast.resolve_layout(flagset.resolve(parse(command_line, **options)))
+def resolve(command_line=""):
+    return monobeast.resolve_layout(flagset.resolve(parse(command_line)))
 
 
 def actions(make_parser=monobeast.make_parser):
@@ -171,21 +170,21 @@ def test_every_flag_is_read():
 # --- Resolving ---
 
 
-def resolve_folder(command_line=""):
-    flags = parse(command_line)
-    flagset.resolve_folder(flags)
-    return flags
+def test_a_run_without_a_name_gets_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
 
+    def begin(*words):
+        typed = flagset.read(monobeast.make_parser(), words)
+        with start.begin(typed, monobeast.resolve_layout) as begun:
+            return begun.flags
 
-def test_a_run_without_a_name_gets_one(monkeypatch):
-    monkeypatch.setenv("HOME", "/nowhere")
-    flags = resolve_folder()
-    assert flags.savedir == os.path.join("/nowhere", "logs", "torchbeast")
+    flags = begin()
+    assert flags.savedir == str(tmp_path / "logs" / "torchbeast")
     assert re.fullmatch(r"torchbeast-\d{8}-\d{6}-[0-9a-f]{6}", flags.xpid)
     # A shell loop starts several runs in a second.
-    assert len({resolve_folder().xpid for _ in range(3)}) == 3
-    flags = resolve_folder("--xpid a --savedir /b")
-    assert (flags.xpid, flags.savedir) == ("a", "/b")
+    assert len({begin().xpid for _ in range(3)}) == 3
+    flags = begin("--xpid=a", f"--savedir={tmp_path}/b")
+    assert (flags.xpid, flags.savedir) == ("a", f"{tmp_path}/b")
 
 
 def test_resolving_fills_in_what_is_open():

@@ -17,8 +17,8 @@ from torchbeast.runs import flagset
 
 parser = monobeast.make_parser()
 
-def parse(*words, **more):
-    return flagset.merge(flagset.read(parser, words), **more)
+def parse(*words, saved=None):
+    return flagset.merge(flagset.read(parser, words), saved and {"flags": saved})
 
 assert "--curiosity_cost CURIOSITY_COST" in parser.format_help()
 assert "its weight (default: 0.5)" in parser.format_help()

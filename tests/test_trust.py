@@ -49,7 +49,7 @@ def test_it_is_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CONFIG_HOME", value)
-        assert trust.key_path() == tmp_path / ".config" / "torchbeast" / "key"
+        assert trust.key_path() == f"{tmp_path}/.config/torchbeast/key"
 
 
 def test_processes_that_start_at_once_have_one_key(config):

@@ -59,7 +59,7 @@ def test_results_and_the_best_checkpoint(tmp_path, module):
     # What another process says of these weights:
     argv = ["--xpid=a", "--mode=test"]
     typed = flagset.read(monobeast.make_parser(), argv)
-    flags = flagset.merge(typed, best["flags"])
+    flags = flagset.merge(typed, best)
     flags = flagset.resolve(flags).freeze()
     weights, stream = best["model_state_dict"], played.EVAL_STREAM
     games = list(played.play(flags, weights, range(3), stream=stream))

@@ -8,9 +8,7 @@ typed. Importing this module does not load torch: environment servers parse flag
 
 import json
 import os
-import secrets
 import sys
-import time
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,45 +39,57 @@ class Typed(NamedTuple):
 
     declared: dict[str, Flag]  # the flags of the script
     here: dict[str, Any]  # the values on the command line
-    in_file: dict[str, Any]  # those of --config
-    file: str  # that file, for messages
-    signed: bool  # it has the signature of this user, see trust.py
+    in_file: dict[str, Any]  # those of --config that may be used
 
 
 def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
     """Parses the command line, and reads the file of --config. Raises FlagError."""
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["--model=deep" if word == "--use_resnet" else word for word in words]
-    here, signed = vars(parser.parse_args(words)), False
+    declared, here = parser.declared, vars(parser.parse_args(words))
     if "config" not in here:
-        return Typed(parser.declared, here, {}, "", True)
+        return Typed(declared, here, {})
     file, path = f"--config {here['config']}", Path(here["config"]).expanduser()
-    allowed = parser.declared.keys() - NEVER_IN_A_FILE
+    names = declared.keys() - NEVER_IN_A_FILE
     with using(file):
         text = path.read_text("utf-8")
         if path.suffix == ".json":  # the meta.json of a run, maybe of another variant
-            meta = json.loads(text)
-            values = meta["args"]
-            signed = trust.is_signed(values, meta.get("flags_signature"))
-            own = OF_ITS_RUN.union(meta.get("flags_left_open", ()))
-            values = {k: values[k] for k in (values.keys() & allowed) - own}
+            found = json.loads(text)
+            found["flags"] = found["args"]
+            names -= OF_ITS_RUN.union(found.get("flags_left_open", ()))
         else:
             import tomllib  # from Python 3.11 on
 
-            values = tomllib.loads(text)
-        if unknown := sorted(values.keys() - allowed):
-            raise FlagError(f"{file}: there is no flag {unknown[0]}")
-    in_file = values_of_file(parser.declared, values, file)
-    return Typed(parser.declared, here, in_file, file, signed)
+            found = {"flags": tomllib.loads(text)}
+            if unknown := sorted(found["flags"].keys() - names):
+                raise FlagError(f"{file}: there is no flag {unknown[0]}")
+        return Typed(declared, here, from_file(declared, found, file, names, here))
 
 
-def values_of_file(
-    declared: dict[str, Flag], values: Mapping[str, Any], place: str
+def from_file(
+    declared: Mapping[str, Flag],
+    file: Mapping[str, Any],
+    place: str,
+    names: Set[str],
+    typed: Mapping[str, Any],
+    unused: Set[str] = frozenset(),
 ) -> dict[str, Any]:
-    """Those values that are of declared flags; raises FlagError for a wrong one."""
-    known = values.keys() & declared.keys()
-    found = {k: declared[k].from_file(values[k], place) for k in known}
-    return {k: x for k, x in found.items() if x is not None}
+    """The flags of these names in a file. Raises FlagError, or UntrustedError.
+
+    `file` has "flags", and "flags_signature" if a run has written it. Those that are
+    not harmless must be typed, see trust.py; or they are left out, if in `unused`.
+    """
+    flags = file["flags"]
+    names = flags.keys() & declared.keys() & names
+    found = {k: declared[k].from_file(flags[k], place) for k in names}
+    found = {k: x for k, x in found.items() if x is not None}
+    if trust.is_signed(flags, file.get("flags_signature")):
+        return found
+    risky = {k for k, x in found.items() if not trust.is_harmless(declared[k], x)}
+    risky -= typed.keys()
+    if not typed.get("trust_checkpoint_env"):
+        trust.refuse(place, {k: found[k] for k in risky - unused})
+    return {k: x for k, x in found.items() if k not in risky & unused}
 
 
 def parse(parser: FlagParser, argv: Sequence[str] | None = None) -> Flags:
@@ -89,32 +99,29 @@ def parse(parser: FlagParser, argv: Sequence[str] | None = None) -> Flags:
 
 def merge(
     typed: Typed,
-    saved: dict[str, Any] | None = None,
-    signed: bool = False,
+    saved: Mapping[str, Any] | None = None,
     place: str = "the checkpoint",
+    outdated: Set[str] = frozenset(),
 ) -> Flags:
     """The flags of a script. They are not resolved and not frozen yet.
 
-    `saved` are those of a checkpoint at `place`; `signed`: by this user. Raises
+    `saved`: a checkpoint at `place`; its flags in `outdated` are not used. Raises
     FlagError for a value that is not allowed, and UntrustedError, see trust.py.
     """
     declared, here = typed.declared, typed.here
     given = {**typed.in_file, **here}  # the command line wins
-    saved = values_of_file(declared, saved or {}, place)
-    saved = {k: saved[k] for k in saved.keys() - of_resume(declared, START)}
-    if given.get("mode", "train") != "train" and not signed:
-        # A test neither uses nor opens what these name.
-        unused = {*of_resume(declared, FREE), "init_from"}
-        risky = trust.risky(declared, saved).keys() & unused
-        saved = {k: x for k, x in saved.items() if k not in risky}
-    preset = preset_flags(given.get("preset", saved.get("preset")))
-    if saved and preset != preset_flags(saved.get("preset")):
-        given = preset | given  # a new preset counts as typed
-    if not here.get("trust_checkpoint_env"):
-        trust.check(typed.file, typed.signed, declared, typed.in_file, here)
-        trust.check(place, signed, declared, saved, given)
+    old: dict[str, Any] = saved["flags"] if saved else {}
+    preset = preset_flags(given.get("preset", old.get("preset")))
+    if saved:
+        if preset != preset_flags(old.get("preset")):
+            given = preset | given  # a new preset counts as typed
+        names, unused = declared.keys() - of_resume(declared, START), set[str]()
+        if given.get("mode", "train") != "train":
+            # A test neither uses nor opens what these name.
+            unused = {*of_resume(declared, FREE), "init_from"}
+        old = from_file(declared, saved, place, names - outdated, given, unused)
     defaults = {name: x.default for name, x in declared.items()}
-    values = {**defaults, **preset, **saved, **given}
+    values = {**defaults, **preset, **old, **given}
     values = {name: values[name] for name in declared}
     for name, x in values.items():
         allowed = declared[name].range
@@ -127,9 +134,9 @@ def merge(
     return flags
 
 
-def preset_flags(name: str | None) -> dict[str, Any]:
+def preset_flags(name: Any) -> dict[str, Any]:
     """What --preset sets: the differences in PRESETS, and the other flags' defaults."""
-    if name not in PRESETS:
+    if str(name) not in PRESETS:
         return {}
     groups = [Model, Loss, Optimizer, *([] if "env" in PRESETS[name] else [Atari])]
     declared = {k: x for group in groups for k, x in group.declared().items()}
@@ -139,14 +146,6 @@ def preset_flags(name: str | None) -> dict[str, Any]:
     defaults = {k: x.default for k, x in declared.items() if k not in of_machine}
     of_parts = {"rollouts": "fixed", "replay_ratio": 0.0, "explorer": None}
     return defaults | of_parts | PRESETS[name]
-
-
-def resolve_folder(flags: Flags) -> None:
-    """Fills in --savedir and --xpid."""
-    flags.savedir = str(Path(flags.savedir).expanduser())
-    if not flags.xpid:  # random digits: a script may start several runs in a second
-        date = time.strftime("torchbeast-%Y%m%d-%H%M%S")
-        flags.xpid = f"{date}-{secrets.token_hex(3)}"
 
 
 def resolve(flags: Flags) -> Flags:

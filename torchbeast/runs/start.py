@@ -9,6 +9,8 @@ import contextlib
 import functools
 import logging
 import multiprocessing
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from torchbeast.base.flag import FlagParser
 from torchbeast.base.seeds import derive_seed
 from torchbeast.flags import Flags
 from torchbeast.procs import processes
-from torchbeast.runs import flagset, trust
+from torchbeast.runs import flagset
 from torchbeast.runs.files import RunFolder, read_meta, read_rows
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ def run_script(
             if not parts.call("test", typed, find_player):
                 raise FlagError(f"--mode {flags.mode} needs extras/play, now deleted")
             return 0
-        begun = functools.partial(begin, typed, resolve_layout, flags)
+        begun = functools.partial(begin, typed, resolve_layout)
         with ranks.together(flags), ranks.begun(begun) as start:
             return 0 if ranks.of_first(start.is_finished) else train(start)
 
@@ -86,36 +88,35 @@ def run_script(
 
 @contextlib.contextmanager
 def begin(
-    typed: flagset.Typed,
-    resolve_layout: Callable[[Flags], Flags],
-    flags: Flags | None = None,
+    typed: flagset.Typed, resolve_layout: Callable[[Flags], Flags]
 ) -> Iterator[Start]:
     """Locks the run's folder, reads the checkpoint, if any, and resolves the flags.
 
     resolve_layout fills in the flags that only one variant has, and checks them.
-    `flags`: those merged from `typed`, if the caller has them.
     """
     from torchbeast.runs import checkpoint
 
-    flags = flags or flagset.merge(typed)
+    flags = flagset.merge(typed)
     if flags.suppress_logs:
         print_warnings_only()
-    flagset.resolve_folder(flags)
-    with contextlib.closing(RunFolder(flags.savedir, flags.xpid)) as folder:
+    # Random digits: a script may start several runs in a second.
+    name = time.strftime("torchbeast-%Y%m%d-%H%M%S-") + secrets.token_hex(3)
+    folder = RunFolder(flags.savedir, flags.xpid or name)
+    with contextlib.closing(folder):
         path, place = folder.path, folder.path / "model.tar"
-        before: dict[str, Any] | None = None
+        saved: dict[str, Any] | None = None
         if not flags.disable_checkpoint:
             if place.exists():
-                before = checkpoint.load(place)
-                flags = merge_saved(typed, before, place)
-            step = before["stats"]["step"] if before else None
+                saved = checkpoint.load(place)
+                flags = merge_saved(typed, saved, place)
+            step = saved["stats"]["step"] if saved else None
             if any(parts.call("fetch", flags, path, step)):
-                before = checkpoint.load(place)
-                flags = merge_saved(typed, before, place)
-        saved, note = before, f"Run {path.name} in {path}."
+                saved = checkpoint.load(place)
+                flags = merge_saved(typed, saved, place)
+        before, note = saved, f"Run {path.name} in {path}."
         if saved:
-            note += f" Resuming at step {saved['stats']['step']}."
             check_changes(flags, saved)
+            note += f" Resuming at step {saved['stats']['step']}."
         elif any(read_rows(path)):
             before = died_early(path, flags.disable_checkpoint)
             flags = merge_saved(typed, before, path / "meta.json")
@@ -125,8 +126,8 @@ def begin(
         flags.savedir, flags.xpid = str(path.parent), path.name
         merged = flags.as_dict()
         flags = resolve_layout(flagset.resolve(flags)).freeze()
-        filled = {k for k, x in flags.as_dict().items() if x != merged[k]}
-        left_open = {k for k in filled if merged[k] in (None, "auto")}
+        is_open = {k for k, x in merged.items() if x in (None, "auto")}
+        left_open = {k for k in is_open if getattr(flags, k) != merged[k]}
         if saved and flags.sync:
             left_open |= set(saved.get("flags_left_open", ())) - flags.typed
         old = before["flags"] if before else flags.as_dict()
@@ -137,21 +138,19 @@ def begin(
 
 def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flags:
     """The flags of a run that resumes from a checkpoint, not resolved yet."""
-    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    given = typed.in_file | typed.here
+    given, flags = typed.in_file | typed.here, saved["flags"]
     if (learners := saved.get("ranks", 1)) != ranks.size():
         from torchbeast.extras.ranks import several  # optional
 
-        several.share_out(saved["flags"], learners, set(typed.here))
+        several.share_out(flags, learners, set(typed.here))
     outdated: set[str] = set()
-    if not given.get("sync", saved["flags"].get("sync")):
+    if not given.get("sync", flags.get("sync")):
         # With --sync, threads and precision stay, too: they change rounding.
         outdated |= set(saved.get("flags_left_open", ()))
         # Even a typed number of buffers was chosen for the old layout.
         if given.keys() & {"num_actors", "envs_per_actor", "batch_size"}:
             outdated.add("num_buffers")
-    kept = {k: v for k, v in saved["flags"].items() if k not in outdated}
-    return flagset.merge(typed, kept, signed, str(path))
+    return flagset.merge(typed, saved, str(path), outdated)
 
 
 def died_early(folder: Path, disable_checkpoint: bool) -> dict[str, Any]:

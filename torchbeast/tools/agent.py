@@ -196,7 +196,7 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
     words = ["--mode=test", *(["--trust_checkpoint_env"] if trust_env else [])]
     signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
     typed = flagset.read(parser, words)
-    flags = flagset.merge(typed, saved["flags"], signed, str(file))
+    flags = flagset.merge(typed, saved, str(file))
     flags = flagset.resolve(flags)
     for name, value in saved["flags"].items():  # those of one script, or of a fork
         is_name = str(name).isidentifier() and not str(name).startswith("_")

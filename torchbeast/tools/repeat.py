@@ -26,7 +26,7 @@ from torchbeast.base.flag import FREE, LARGEST_STEP, START
 from torchbeast.extras import record
 from torchbeast.flags import of_resume
 from torchbeast.procs import processes
-from torchbeast.runs import files, flagset, start, trust
+from torchbeast.runs import files, flagset, start
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +75,13 @@ def flags_of(path: pathlib.Path, typed: flagset.Typed, xpid: str) -> flagset.Typ
     """The flags of a repetition of this record."""
     header, _ = record.read_whole(path)
     not_used = of_resume(typed.declared, START) | OF_THE_RUN
-    recorded = {k: v for k, v in header["flags"].items() if k not in not_used}
-    in_file = flagset.values_of_file(typed.declared, recorded, str(path))
+    names = typed.declared.keys() - not_used
+    about = typed.declared, header, str(path), names, typed.here
+    in_file = flagset.from_file(*about)
     # An update waits for the main thread, which must not wait for it to save.
     here: dict[str, Any] = {"checkpoint_interval": math.inf, "xpid": xpid}
     here |= {k: x for k, x in NOT_REPEATED.items() if k in typed.declared}
-    return typed._replace(
-        here=typed.here | here,
-        in_file={k: v for k, v in in_file.items() if v is not None},
-        file=str(path),
-        signed=trust.is_signed(header["flags"], header.get("flags_signature")),
-    )
+    return typed._replace(here=typed.here | here, in_file=in_file)
 
 
 def changes(path: pathlib.Path) -> str:

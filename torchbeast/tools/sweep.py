@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import pathlib
 import sys
 from collections import Counter
@@ -51,8 +50,7 @@ class Sweep:
         if typed.here.keys() & {"seed", "xpid"}:  # those of --config are replaced
             raise FlagError("give --seeds and --name in place of --seed and --xpid")
         flags = flagset.merge(typed)
-        flagset.resolve_folder(flags)
-        self.savedir = pathlib.Path(os.path.abspath(flags.savedir))
+        self.savedir = pathlib.Path(flags.savedir).expanduser().absolute()
 
     def make_jobs(self, label: str, settings: dict[str, Any]) -> list[Job]:
         """The runs with these values of flags, one per seed; their flags are checked.
@@ -79,7 +77,6 @@ class Sweep:
 
     def _check(self, job: Job) -> None:
         flags, meta = self.flags(job), read_meta(job.folder)
-        flagset.resolve_folder(flags)
         saved, free = meta.get("args", {}), {*flagset.FREE_TO_CHANGE, "total_steps"}
         free |= set(meta.get("flags_left_open", ()))
         changes = flagset.changed(saved, flags, free)
