@@ -29,14 +29,13 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
     find_player returns what plays the games; None: this machine plays them.
     """
     from torchbeast.extras.play import games
-    from torchbeast.runs import checkpoint, files, flagset, start, trust
+    from torchbeast.runs import checkpoint, files, flagset, start
 
     flags = flagset.merge(typed)
     path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
     path /= flags.checkpoint
     saved = checkpoint.load(path)
-    signed = trust.is_signed(saved["flags"], saved.get("flags_signature"))
-    flags = flagset.merge(typed, saved["flags"], signed, str(path))
+    flags = flagset.merge(typed, saved, str(path))
     if flags.suppress_logs:
         start.print_warnings_only()
     play = find_player(flags) or games.play_in_processes
