@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import random
 import re
 import subprocess
@@ -119,13 +118,6 @@ def test_out_log(tmp_path, caplog):
     assert "After the end." not in text
 
 
-def test_latest(tmp_path):
-    for xpid in ("first", "second"):
-        FileWriter(tmp_path, xpid).close(exit_status=0)
-        assert os.readlink(tmp_path / "latest") == xpid
-    assert names(tmp_path) == ["first", "latest", "second"]
-
-
 @pytest.mark.parametrize("xpid", ["", ".", "..", "latest", "a/b", "/tmp/a", "../a"])
 def test_bad_xpid(tmp_path, xpid):
     with pytest.raises(ValueError, match=f"got {re.escape(repr(xpid))}"):
@@ -194,7 +186,7 @@ def test_a_locked_folder(tmp_path):
     RunFolder(str(tmp_path), "run").close()
     assert (tmp_path / "run" / "meta.json").exists()
     RunFolder(str(tmp_path), "unused").close()
-    assert names(tmp_path) == ["latest", "run"], "nothing was put into the other"
+    assert names(tmp_path) == ["run"], "nothing was put into the other"
 
 
 @pytest.mark.parametrize("savedir", ["a file", "a file/below", "/proc/nothing", "."])

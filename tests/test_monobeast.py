@@ -38,7 +38,6 @@ def test_run_files(savedir):
         saved
     )
     assert saved["flags"]["unroll_length"] == runs.SMALL["unroll_length"]
-    assert (savedir / "latest").resolve() == path.resolve()
     assert "Finished at step 600" in (path / "out.log").read_text()
 
 

@@ -43,7 +43,6 @@ class Run(Group):
     mode: str = flag("train", "test: play games; test_render: also show them", START,
         choices=["train", "test", "test_render"])
     preset: str | None = flag(None, "set of flags", FREE, choices=sorted(PRESETS))
-    config: str | None = flag(None, "flags: .toml or meta.json", START, metavar="FILE")
     xpid: str = flag(None, "name of the run; if it exists, it is resumed", START)
     savedir: str = flag("~/logs/torchbeast", "directory of the runs", START)
     seed: int = flag(1, "seed of weights, actions and environments", SEED)

@@ -12,6 +12,7 @@ import runs
 from random_weights import make_flags, make_weights
 from watched_runs import processes_of_session, wait_until
 
+from torchbeast.extras.play import Latest
 from torchbeast.extras.play.games import play
 
 # --- Games ---
@@ -72,7 +73,14 @@ def test_greedy_games_take_the_likeliest_actions(greedy):
     assert len(digits) == 1 if greedy else len(digits) > 10
 
 
-# --- test.json ---
+# --- The newest run, test.json ---
+
+
+def test_latest(tmp_path):
+    for xpid in ("first", "second"):
+        Latest(tmp_path / xpid).about()
+        assert os.readlink(tmp_path / "latest") == xpid
+    assert os.listdir(tmp_path) == ["latest"]
 
 
 def read_result(savedir, xpid="a"):

@@ -17,9 +17,6 @@ from torchbeast.base.errors import FlagError
 Resume = enum.Enum("Resume", ["START", "FREE", "TUNE"])
 START, FREE, TUNE = Resume
 
-# They name code as MODULE:NAME.
-CODE_FLAGS = ("env", "wrapper", "encoder", "core", "explorer", "loss")
-
 
 class Range(NamedTuple):
     """A closed interval, and its description in words."""

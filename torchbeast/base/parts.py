@@ -3,6 +3,8 @@
 A file may have
 
     Flags          a Group of its flags
+    more_flags(declared, typed)    returns values of flags, by name, in place of saved
+                   ones; declared are the script's flags, typed the values typed
     resolve(flags)    fills in its flags and checks them; raises FlagError
     actors_class(flags)    what starts actors in place of local/actors.py: Actors; None
                    if the flags ask for none. Its methods and attributes are the same

@@ -32,13 +32,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchbeast.base import hardware
-from torchbeast.base.flag import CODE_FLAGS
 from torchbeast.runs.files import writing
 from torchbeast.runs.flagset import preset_flags
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
+# Flags that name code as MODULE:NAME.
+CODE_FLAGS = ("env", "wrapper", "encoder", "core", "explorer", "loss")
 MAX_BYTES = 5_000_000  # of code.patch, and of sources
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, logs.csv, meta.json, out.log and the link `latest`."""
+"""The folder of a run: its lock, logs.csv, meta.json and out.log."""
 
 import codecs
 import contextlib
@@ -128,7 +128,6 @@ class FileWriter:
             stack.callback(logging.getLogger().removeHandler, handler)
             self._rewrite(-1 if resume_step is None else resume_step)
             write_json(path / "meta.json", self._meta)
-            _link_latest(path)
             self._resources = stack.pop_all()
 
     def close(self, exit_status: int, **end: Any) -> None:
@@ -188,15 +187,6 @@ def read_rows(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     if path.exists():
         with using(path), path.open(newline="") as file:
             yield from csv.DictReader(line for line in file if line.endswith("\n"))
-
-
-def _link_latest(folder: pathlib.Path) -> None:
-    """Lets savedir/latest name this run."""
-    # A unique name, because several runs may start at the same time.
-    link = folder.with_name(f".latest.{os.getpid()}")
-    with contextlib.suppress(OSError):  # some file systems have no links
-        link.symlink_to(folder.name, target_is_directory=True)
-        link.replace(folder.with_name("latest"))
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:

@@ -6,17 +6,16 @@ If the user names another preset than the checkpoint, that preset's flags count 
 typed. Importing this module does not load torch: environment servers parse flags.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchbeast.base import parts
-from torchbeast.base.errors import FlagError, using
+from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import FREE, START, TUNE, Flag, FlagParser
 from torchbeast.base.hardware import num_cpus
+from torchbeast.core.columns import join_columns
 from torchbeast.flags import DECLARED, Atari, Flags, Loss, Model, Optimizer, of_resume
 from torchbeast.presets import PRESETS
 from torchbeast.runs import trust
@@ -25,45 +24,22 @@ OF_ONE_START = of_resume(DECLARED, START)
 FREE_TO_CHANGE = of_resume(DECLARED, START, FREE)  # don't change what a run learns
 FREE_TO_CHANGE_IN_SYNC = of_resume(DECLARED, START, FREE, TUNE)
 
-# Flags of a meta.json that name a place, and not what the run does.
-OF_ITS_RUN = {
-    *("mode", "savedir", "xpid", "config", "video", "checkpoint"),
-    *("pipes_basename", "listen", "bind", "join", "server_addresses", "ray_address"),
-}
-# Only the command line says whether a file is trusted.
-NEVER_IN_A_FILE = ("config", "trust_checkpoint_env")
-
 
 class Typed(NamedTuple):
     """What a user gave to a script."""
 
     declared: dict[str, Flag]  # the flags of the script
     here: dict[str, Any]  # the values on the command line
-    in_file: dict[str, Any]  # those of --config that may be used
+    in_file: dict[str, Any]  # those that parts add, such as those of --config
 
 
 def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
-    """Parses the command line, and reads the file of --config. Raises FlagError."""
+    """Parses the command line. Raises FlagError."""
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["--model=deep" if word == "--use_resnet" else word for word in words]
-    declared, here = parser.declared, vars(parser.parse_args(words))
-    if "config" not in here:
-        return Typed(declared, here, {})
-    file, path = f"--config {here['config']}", Path(here["config"]).expanduser()
-    names = declared.keys() - NEVER_IN_A_FILE
-    with using(file):
-        text = path.read_text("utf-8")
-        if path.suffix == ".json":  # the meta.json of a run, maybe of another variant
-            found = json.loads(text)
-            found["flags"] = found["args"]
-            names -= OF_ITS_RUN.union(found.get("flags_left_open", ()))
-        else:
-            import tomllib  # from Python 3.11 on
-
-            found = {"flags": tomllib.loads(text)}
-            if unknown := sorted(found["flags"].keys() - names):
-                raise FlagError(f"{file}: there is no flag {unknown[0]}")
-        return Typed(declared, here, from_file(declared, found, file, names, here))
+    here = vars(parser.parse_args(words))
+    more = join_columns(*parts.call("more_flags", parser.declared, here))
+    return Typed(parser.declared, here, more)
 
 
 def from_file(

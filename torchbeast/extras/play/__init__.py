@@ -1,4 +1,7 @@
-"""--mode test and test_render: plays games with a checkpoint, and writes test.json."""
+"""--mode test and test_render: plays games with a checkpoint, and writes test.json.
+
+savedir/latest links to the newest run.
+"""
 
 import contextlib
 import logging
@@ -21,6 +24,26 @@ class Flags(Group):
     checkpoint: str = flag("model.tar", "of the run, such as model.best.tar", START)
     greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
 # fmt: on
+
+
+def attach(run: Any) -> Any:
+    return Latest(run.folder)
+
+
+class Latest:
+    """savedir/latest links to the newest run, which a test without --xpid plays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def about(self) -> dict[str, Any]:
+        """Makes the link now, when all parts have accepted the run."""
+        # A unique name, because several runs may start at the same time.
+        link = self.folder.with_name(f".latest.{os.getpid()}")
+        with contextlib.suppress(OSError):  # some file systems have no links
+            link.symlink_to(self.folder.name, target_is_directory=True)
+            link.replace(self.folder.with_name("latest"))
+        return {}
 
 
 def test(typed: Any, find_player: Callable[[Any], Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from torchbeast import monobeast
 from torchbeast.base.errors import FlagError
+from torchbeast.extras.config import OF_ITS_RUN
 from torchbeast.runs import flagset, trust
 from torchbeast.runs.files import strict_json
 from torchbeast.runs.trust import UntrustedError
@@ -153,7 +154,7 @@ def test_what_a_file_names_is_used_only_with_trust(write, name, value, typed, ki
     else:
         meta = {"args": {name: value}, "flags_signature": "0" * 64}
         config = write(json.dumps(meta), kind)
-        if name in flagset.OF_ITS_RUN:
+        if name in OF_ITS_RUN:
             flags = flagset.parse(parser, [config])
             assert getattr(flags, name) == parser.declared[name].default
             return
