@@ -57,6 +57,16 @@ def several():
     return gymnasium.make_vec("CartPole-v1", num_envs=3)
 
 
+def needs(env):
+    import no_package_of_this_name
+
+    return no_package_of_this_name.wrap(env)
+
+
+def fails(env):
+    raise TypeError("my own")
+
+
 def test_what_is_no_environment():
     with pytest.raises(InvalidEnvironmentError, match=r"not a gymnasium.Env with"):
         create_env(env_flags(here(several)))
@@ -65,7 +75,11 @@ def test_what_is_no_environment():
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"env_kwargs": '{"length": 1}'}, TypeError, r"'length'"),
+        ({"env_kwargs": '{"length": 1}'}, FlagError, "--env .*'length'"),
+        ({"env": "CartPole-v1", "env_kwargs": '{"x": 1}'}, FlagError, "--env .*'x'"),
+        ({"wrapper": here(Counter)}, FlagError, "--wrapper .*too many positional"),
+        ({"wrapper": f"{__name__}:needs"}, MissingPackageError, "--wrapper .*no_pack"),
+        ({"wrapper": f"{__name__}:fails"}, TypeError, "^my own$"),
         ({"wrapper": "no_such_module:f"}, MissingPackageError, "--wrapper no_such_mod"),
         ({"wrapper": f"{__name__}:Countr"}, FlagError, "--wrapper .*Countr"),
         ({"wrapper": "builtins:id"}, InvalidEnvironmentError, "not a gymnasium.Env"),

@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 import torchbeast.learner
 from torchbeast import monobeast
+from torchbeast.base.errors import FlagError
 from torchbeast.core.acting import act_step
 from torchbeast.core.buffers import create_buffers
 from torchbeast.learner import Learner, impala_loss, learn, model_loss
@@ -127,6 +128,23 @@ def test_minibatches(lstm, monkeypatch):
     assert len(set(map(tuple, seen))) > parts
     assert row["step"] == T * B
     assert learner.scheduler.last_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--encoder", 'torch.nn:Linear{"z": 1}'], FlagError),
+        (["--encoder", "torch:float32"], FlagError),
+        (["--encoder", "torch.nn:Linear"], TypeError),  # raised inside of it
+        (["--use_lstm", "--core", "torchbeast.recurrent:make_core"], FlagError),
+        (["--loss", 'torchbeast.learner:impala_loss{"z": 1}'], FlagError),
+        (["--explorer", 'examples.exploration.rnd:RND{"z": 1}'], FlagError),
+    ],
+)
+def test_what_a_flag_names_must_take_its_arguments(words, error):
+    match = rf"^{words[-2]} .*{words[-1][:8]}" if error is FlagError else None
+    with pytest.raises(error, match=match):
+        make_learner(*words)
 
 
 def test_a_run_keeps_its_optimizer():

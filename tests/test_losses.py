@@ -18,6 +18,7 @@ from loss_cases import (
 )
 
 from torchbeast import learner
+from torchbeast.core import means
 from torchbeast.core.columns import ColumnError
 from torchbeast.learner import learn
 
@@ -263,14 +264,16 @@ def test_an_auxiliary_loss_named_like_a_column_is_refused(name):
         loss_of(batch, outputs, auxiliary_losses=lambda *_: losses)
 
 
-def test_a_loss_over_no_steps_changes_nothing():
-    """Its means are empty cells, and nothing becomes NaN."""
+def test_a_loss_over_no_steps_changes_nothing(caplog):
+    """Its means are empty cells, nothing becomes NaN, and one line says so."""
+    means.warn_once.cache_clear()
     learner = test_learner.make_learner("--normalize_advantages")
     batch, state = test_learner.make_batch(learner)
     weights = [x.clone() for x in learner.model.parameters()]
     none = {**batch, "valid": torch.zeros_like(batch["done"])}
     rows = [learn(learner, none, state).finish() for _ in range(2)]
     assert rows[0]["total_loss"] == rows[0]["grad_norm"] == 0
+    assert caplog.text.count("no step counts") == 1
     assert rows[0]["entropy"] is rows[0]["mean_value"] is None
     for x, y in zip(weights, learner.model.parameters(), strict=True):
         assert torch.equal(x, y)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torchbeast import flags as declared_flags
-from torchbeast.optimizer import make_optimizer
+from torchbeast.optimizer import advance, make_optimizer
 
 
 def make_flags(**changes):
@@ -76,3 +76,17 @@ def test_schedules(optimizer, kind, shares):
     for share in [*shares, shares[-1]]:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * share)
         scheduler.step()
+
+
+@pytest.mark.parametrize("kind", ["linear", "constant", "cosine"])
+def test_a_jump_of_the_schedule_equals_its_batches(kind):
+    flags = make_flags(learning_rate_schedule=kind, total_steps=15 * 997 + 4)
+    _, optimizer, each = make(flags)
+    optimizer.step()  # the scheduler warns if it comes first
+    for batches in range(1100):
+        if batches % 99 == 0:
+            _, _keep, one = make(flags)
+            advance(one, batches)
+            assert one.get_last_lr() == each.get_last_lr()
+        each.step()
+    advance(one, 10**12)  # at once

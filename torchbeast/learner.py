@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.errors import CheckpointError
-from torchbeast.base.named import find_named
+from torchbeast.base.named import check_call, find_named
 from torchbeast.base.nested import Nested
 from torchbeast.core import means, rollout, vtrace
 from torchbeast.core.acting import row_spec
@@ -133,6 +133,7 @@ def make_loss(flags: Flags, model: Any) -> Callable[..., Any]:
     if not flags.loss:
         return functools.partial(impala_loss, auxiliary_losses=model.auxiliary_losses)
     function, arguments = find_named("--loss", flags.loss)
+    check_call(f"--loss {flags.loss}", function, *[None] * 6, **arguments)
     return functools.partial(function, **arguments)
 
 

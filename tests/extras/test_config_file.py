@@ -85,6 +85,7 @@ def test_a_checkpoint_loses(write):
         ("[" * 90_000, "meta.json", "maximum recursion depth"),
         ("seed = " + "[" * 5_000, "a.toml", "maximum recursion depth"),
         ("seed = 2020-01-01", "a.toml", r"a\.toml: the flag seed is "),
+        (f"env_kwargs = '{'[' * 9000}'", "a.toml", "no object: maximum recursion"),
         ("env_kwargs = {a = 07:32:00}", "a.toml", "env_kwargs is .*time"),
     ],
 )

@@ -200,6 +200,7 @@ def test_an_environment_that_is_not_deterministic_is_named(tmp_path):
     runs.run(tmp_path, "a", **{**SMALL, "env": "test_record:Drifts"})
     output = repeat_and_fail(tmp_path, "a")
     assert "in steps 16 to 20 of actor" in output
+    assert "Equal to" not in output
     assert "do not follow from their seeds and actions. No package has" in output
 
 
@@ -252,6 +253,12 @@ def test_a_failure_of_an_environment_comes_again(tmp_path):
     )
     assert len(pairs) > 20
     assert all(now == then for now, then in pairs)
+    # A record that is shorter than logs.csv, whose failure would never come.
+    path = tmp_path / "a" / "record.0"
+    path.write_bytes(path.read_bytes()[: -12 * len(pairs)])
+    output = runs.run_words(command(tmp_path, "c", "a"), status=1)
+    assert "record.0 is damaged" in output
+    assert "Equal to" not in output
 
 
 @pytest.mark.parametrize(

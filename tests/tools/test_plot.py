@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def make_run(savedir, xpid, returns, flags=None, **columns):
     return writer.path
 
 
-@pytest.mark.parametrize("window", [1, 3, 100])
+@pytest.mark.parametrize("window", [1, 3, 6, 11, 100])
 def test_moving_average(window):
     values = np.random.default_rng(0).normal(size=11) * 1000
     expected = [
@@ -51,6 +52,20 @@ def test_a_compressed_log_reads_as_the_plain_one(tmp_path):
     assert find_run("run", tmp_path) == path
     for name, column in read_run(path).columns.items():
         np.testing.assert_array_equal(column, plain.columns[name])
+
+
+def test_a_long_log_takes_little_more_memory_than_its_numbers(tmp_path):
+    header, rows = "step,,b", [f"{i},,{i / 7}" for i in range(60_000)]
+    rows[11_111] = ",a word,"
+    (tmp_path / "logs.csv").write_text("\n".join([header, *rows, ""]))
+    tracemalloc.start()
+    columns = read_run(tmp_path).columns
+    assert tracemalloc.get_traced_memory()[1] < 12e6
+    tracemalloc.stop()
+    expected = [i / 7 for i in range(60_000)]
+    expected[11_111] = np.nan
+    np.testing.assert_array_equal(columns["b"], expected)
+    assert np.isnan(columns[""]).all()
 
 
 def test_a_curve_of_evaluations_is_at_the_steps_of_their_weights(tmp_path):
@@ -121,10 +136,12 @@ def test_group_curves():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "Runs in {savedir}: a, b."),
+        (["nope"], "Runs in {savedir}: a, b, c."),
         (["a", "--y", "retrun"], "Its columns: _tick, _time, step, frames, mean_game_"),
         (["b"], "there is nothing to draw yet"),
-        (["a", "--smooth", "0"], "0 is not 1 or more"),
+        (["a", "--smooth", "0"], "0 is not from 1 to 1,000,000"),
+        (["c"], "meta.json of c is damaged"),
+        (["c", "--x", "time"], "meta.json of c is damaged"),
         (["a", "--out", "{savedir}/none/x.png"], "No such file or directory"),
         (["a", "--out", "{savedir}/x.foo"], "'foo' is not supported"),
     ],
@@ -133,6 +150,9 @@ def test_errors(tmp_path, capsys, arguments, message):
     pytest.importorskip("matplotlib")
     make_run(tmp_path, "a", [1.0, 2.0])
     make_run(tmp_path, "b", [None, None])
+    damaged = {"env": "x", "env_kwargs": "[" * 9000}
+    damaged = json.dumps({"args": damaged, "date_start": 7})
+    (make_run(tmp_path, "c", [1.0, 2.0]) / "meta.json").write_text(damaged)
     arguments = [argument.format(savedir=tmp_path) for argument in arguments]
     with pytest.raises(SystemExit, match="2"):
         plot.main([*arguments, "--savedir", str(tmp_path)])

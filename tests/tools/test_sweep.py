@@ -202,6 +202,7 @@ def test_a_run_with_other_flags_is_not_touched(tmp_path, refused):
         (["--grid", "seed=1,2"], {}, 2, "seed can't be varied like this"),
         (["--grid", "env=a b,a/b"], {}, 1, "two runs of the grid would be named"),
         (["--seeds", "3-1"], {}, 2, "argument --seeds: '3-1' has no seed"),
+        (["--seeds", "1-9000000000000"], {}, 2, "or more than 1,000,000"),
         (["--grid", "alpha=0.9", "--grid", "alpha=0.8"], {}, 2, "alpha is given twice"),
         (["--name", "a/b"], {}, 1, "must be a plain name"),
         (["--search", "x=int:1:2", "--grid", "y=1"], {}, 2, "goes neither with --grid"),

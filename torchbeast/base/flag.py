@@ -111,8 +111,9 @@ def json_object(text: str) -> str:
     """Checks a JSON object, for argparse. Returns it with sorted names."""
     try:
         return json.dumps({**json.loads(text)}, sort_keys=True)
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no object: {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        why = f"{text!r:.80} is no object: {error}"
+        raise argparse.ArgumentTypeError(why) from None
 
 
 class Group:

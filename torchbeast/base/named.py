@@ -1,12 +1,13 @@
 """Objects that flags name: MODULE:NAME, with a JSON object of arguments after it."""
 
 import importlib
+import inspect
 import json
 import operator
 import re
 from typing import Any
 
-from torchbeast.base.errors import FlagError, MissingPackageError
+from torchbeast.base.errors import FileError, FlagError, MissingPackageError
 
 
 def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -20,7 +21,7 @@ def parse_paths(flag: str, text: str) -> list[tuple[str, dict[str, Any]]]:
             try:
                 arguments, end = json.JSONDecoder().raw_decode(text)
             except (ValueError, RecursionError) as error:
-                why = f"{text} is not a JSON object: {error}"
+                why = f"{text:.80} is not a JSON object: {error}"
                 raise FlagError(f"{flag} {path}: {why}") from None
             text = text[end:]
         found.append((path.strip(), arguments))
@@ -58,4 +59,23 @@ def make_named(flag: str, text: str | None, *args: Any) -> Any:
     if not text:
         return None
     function, arguments = find_named(flag, text)
-    return function(*args, **arguments)
+    return call_named(f"{flag} {text}", function, *args, **arguments)
+
+
+def call_named(flag: str, function: Any, *args: Any, **arguments: Any) -> Any:
+    """Calls it. FileError: it takes no such arguments; or MissingPackageError."""
+    check_call(flag, function, *args, **arguments)
+    try:
+        return function(*args, **arguments)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(f"{flag}: {error}. Install it") from error
+
+
+def check_call(flag: str, function: Any, *args: Any, **arguments: Any) -> None:
+    """Raises FileError if it can't be called with these arguments."""
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*args, **arguments)
+    except TypeError as error:
+        raise FileError(f"{flag}: {error}") from None
+    except ValueError:  # written in C: it has no signature
+        pass

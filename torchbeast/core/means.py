@@ -4,12 +4,17 @@ No other arithmetic knows of several learners. A mean is a sum and a count: both
 added up over all learners, and divided at the end.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from torchbeast.base import devices, ranks
+
+log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
 
 
 class Mean(NamedTuple):
@@ -58,6 +63,8 @@ def fetch(
 
     def finish() -> dict[str, Any]:
         found = wait()
+        if means and not any(found[f"{name} number"] for name in means):
+            warn_once("In a batch no step counts: it changes the policy by nothing.")
         for name in means:
             number = found[f"{name} number"]
             found[name] = found[f"{name} sum"] / number if number else None

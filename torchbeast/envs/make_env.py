@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from gymnasium.wrappers import FrameStackObservation
 
 from torchbeast.base import parts
 from torchbeast.base.errors import FlagError
-from torchbeast.base.named import find_object, parse_paths
+from torchbeast.base.named import call_named, find_object, parse_paths
 from torchbeast.envs.values import InvalidEnvironmentError, as_stack, check_mask
 
 # Parts with some of the functions make, adapt, examine, vector_maker, frames_per_step.
@@ -34,7 +33,7 @@ def create_env(
     env: Any = first("make", flags, render_mode, arguments)
     if env is None and names_python(name):
         make = find_object(flag, name)
-        env = call(make, arguments, render_mode=render_mode, env_index=index)
+        env = call(flag, make, arguments, render_mode=render_mode, env_index=index)
         for part in parts.find(ENVS):
             if hasattr(part, "adapt"):
                 env = part.adapt(env, render_mode)
@@ -69,15 +68,17 @@ def create_env(
 def wrap(flags: argparse.Namespace, env: Any, index: int) -> Any:
     """The environment in what --wrapper names."""
     for path, more in parse_paths("--wrapper", flags.wrapper or ""):
-        wrapper = find_object(f"--wrapper {path}", path)
-        env = call(functools.partial(wrapper, env), more, env_index=index)
+        flag = f"--wrapper {path}"
+        env = call(flag, find_object(flag, path), more, env, env_index=index)
     return env
 
 
-def call(function: Callable, arguments: dict[str, Any], **known: Any) -> Any:
+def call(
+    flag: str, function: Callable, arguments: dict[str, Any], *args: Any, **known: Any
+) -> Any:
     """Calls it; also with what is known, not None, and the name of a parameter."""
     given = {k: x for k, x in known.items() if x is not None and takes(function, k)}
-    return function(**(given | arguments))
+    return call_named(flag, function, *args, **(given | arguments))
 
 
 def takes(function: Callable, parameter: str) -> bool:
@@ -96,6 +97,10 @@ def from_gymnasium(
     shown = {"render_mode": render_mode} if render_mode else {}
     try:
         return gymnasium.make(name, disable_env_checker=True, **(shown | arguments))
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise FlagError(f"--env {name}: {error}") from None
     except (ImportError, gymnasium.error.Error) as error:
         known = "Gymnasium's ids (install the package), module:Id-v0 and module:Class"
         raise FlagError(f"--env {name}: {error}. Allowed are {known}") from error

@@ -124,8 +124,8 @@ def connect(
     with contextlib.ExitStack() as undo:
         undo.callback(envs.close)
         # Otherwise each environment that joins is refused for these names.
-        for name in ("encoder", "core"):
-            if ":" in (text := getattr(flags, name) or ""):
+        for name in ("encoder", "core", "explorer", "loss"):
+            if ":" in (text := getattr(flags, name, None) or ""):
                 find_named(f"--{name}", text)
         while True:
             spec = envs.find_env_spec(check_servers, *checks)

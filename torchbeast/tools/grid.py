@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 # Flags that can't be in a grid.
 OWN = {"seed", "xpid", "savedir", "mode"}
+MOST = 1_000_000  # seeds, runs at a time, minutes, and so on
 
 
 def split_values(text: str) -> list[str]:
@@ -42,10 +43,11 @@ def seed_list(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
-        found = range(int(low), int(high or low) + 1)
-        if not found:
-            raise argparse.ArgumentTypeError(f"{part!r} has no seed: write LOW-HIGH")
-        seeds += found
+        first, last = int(low), int(high or low)
+        if not 0 <= last - first < MOST:
+            why = f"{part!r} has no seed, or more than {MOST:,}: write LOW-HIGH"
+            raise argparse.ArgumentTypeError(why)
+        seeds += range(first, last + 1)
     return list(dict.fromkeys(seeds))
 
 
@@ -61,6 +63,6 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    if not 1 <= (number := int(text)) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {MOST:,}")
     return number

@@ -50,7 +50,14 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """[N] → [N]: mean of each value and up to `window` - 1 values before it."""
     window = min(window, len(values))
     numbers = np.minimum(np.arange(1, len(values) + 1), window)
-    return np.convolve(values, np.ones(window))[: len(values)] / numbers
+    sums, total, size, at = values.astype(np.float64), np.zeros(len(values)), 1, 0
+    while size <= window:  # sums[i] is that of `size` values up to the i-th
+        if window & size:
+            total[at:] += sums[: len(values) - at]
+            at += size
+        sums[size:] += sums[:-size].copy()
+        size *= 2
+    return total / numbers
 
 
 def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:

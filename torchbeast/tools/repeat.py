@@ -103,7 +103,10 @@ def compare_logs(path: pathlib.Path, folder: pathlib.Path) -> None:
                     f"logs.csv differs first at step {x['step']}: {name} was "
                     f"{x.get(name)} and is {y.get(name)}. {changes(path)}"
                 )
-    log.info("Equal to the recorded run: %d rows.", min(len(then), len(now)))
+    # A failure may come again; another one has been reported.
+    old, new = (files.read_meta(x).get("error") for x in (path.parent, folder))
+    if new in (None, old):
+        log.info("Equal to the recorded run: %d rows.", min(len(then), len(now)))
 
 
 class Repeated:
@@ -135,10 +138,13 @@ class Repeated:
     def _check_events(self) -> None:
         """Raises RepeatError for an unknown actor, or if too few batches follow."""
         flags, who = self._run.flags, self._events["who"]
+        if np.max(who, initial=0) // 2 >= flags.num_actors:
+            raise RepeatError(f"{self._path} is damaged: there is no such actor")
         batches = int(np.sum(who % 2)) * flags.envs_per_actor // flags.batch_size
         steps = batches * flags.batch_size * flags.unroll_length
         reached, last = self._run.learner.step + steps, self._run.last_step
-        if np.max(who) // 2 >= flags.num_actors or reached < last < LARGEST_STEP:
+        last = min(last, int(read_rows(self._path.parent)[-1]["step"]))
+        if reached < last:
             raise RepeatError(
                 f"{self._path} is damaged, or a later start was not recorded: it leads "
                 f"to step {reached}, and the run went on to {last}"
@@ -194,9 +200,12 @@ class Repeated:
         if progress != self._progress:
             self._progress, self._deadline = progress, now + limit
         elif now > self._deadline:
+            why = "If the machine is that slow, raise --actor_timeout"
+            if self._at == len(self._events):
+                why = "The record ends there, and the run has not failed again"
             raise RepeatError(
                 f"the repetition waits for {limit:g} s at event {self._at} of "
-                f"{self._path}. If the machine is that slow, raise --actor_timeout"
+                f"{self._path}. {why}"
             )
 
     def _check_unroll(self, index: int, recorded: int, found: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import gzip
+import io
 import itertools
 import json
 import math
@@ -30,7 +31,8 @@ class SavedRun(NamedTuple):
     test: dict[str, Any]
 
     def protocol(self) -> dict[str, Any] | None:
-        return find_protocol(self.meta.get("args"))
+        with using(f"meta.json of {self.name}", "is damaged"):
+            return find_protocol(self.meta.get("args"))
 
     def values(self, column: str) -> np.ndarray:
         """The finite values of a column."""
@@ -76,8 +78,10 @@ class SavedRun(NamedTuple):
         A start counts from its beginning to its last row.
         """
         times = self.columns.get("_time", np.empty(0))
-        dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
-        starts = [datetime.datetime.fromisoformat(x).timestamp() for x in dates if x]
+        with using(f"meta.json of {self.name}", "is damaged"):
+            dates = [self.meta.get("date_start"), *self.meta.get("resumed", ())]
+            parse = datetime.datetime.fromisoformat
+            starts = [parse(x).timestamp() for x in dates if x]
         starts = starts or times[:1].tolist()
         seconds = np.full(len(times), np.nan)
         before = 0.0
@@ -129,16 +133,26 @@ def read_run(folder: pathlib.Path) -> SavedRun:
     path = there[0] if there else folder / LOGS[0]
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with using(path, "is damaged"), opened(path, "rt", errors="replace") as file:
-        lines = [line for line in file if line.endswith("\n") and line.strip()]
-        header, *rows = list(csv.reader(lines)) or [[]]
-        values = np.array([[_number(cell) for cell in row] for row in rows])
-        columns = dict(
-            zip(header, values.reshape(len(rows), len(header)).T, strict=True)
-        )
+        lines = (line for line in file if line.endswith("\n") and line.strip())
+        header = next(csv.reader(lines), [])
+        blocks = [np.empty((0, len(header)))]
+        while block := list(itertools.islice(lines, 10_000)):
+            blocks.append(_numbers(block))
+        columns = dict(zip(header, np.concatenate(blocks).T, strict=True))
     test = folder / "test.json"
     with using(test, "is damaged"):
         result = json.loads(test.read_text("utf-8")) if test.exists() else {}
     return SavedRun(folder.name, columns, read_meta(folder), result)
+
+
+def _numbers(lines: list[str]) -> np.ndarray:
+    """The cells of lines, [lines, cells] float64."""
+    text = f"\n{''.join(lines)}".replace("\n,", "\nnan,").replace(",\n", ",nan\n")
+    text = text.replace(",,", ",nan,").replace(",,", ",nan,")
+    try:  # ten times as fast as the other way
+        return np.loadtxt(io.StringIO(text), delimiter=",", comments=None, ndmin=2)
+    except ValueError:  # a text
+        return np.array([[_number(cell) for cell in row] for row in csv.reader(lines)])
 
 
 def _number(cell: str) -> float:

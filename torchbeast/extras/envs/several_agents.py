@@ -56,8 +56,9 @@ def make_parallel(
     """The parallel environment of --env, in its wrappers."""
     arguments = {"render_mode": render_mode} if render_mode else {}
     arguments |= json.loads(flags.env_kwargs or "{}")
-    function = find_object(f"--env {flags.env}", flags.env)
-    return wrap(flags, call(function, arguments, env_index=index), index)
+    flag = f"--env {flags.env}"
+    function = find_object(flag, flags.env)
+    return wrap(flags, call(flag, function, arguments, env_index=index), index)
 
 
 class Row(NamedTuple):

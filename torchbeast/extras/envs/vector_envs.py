@@ -36,7 +36,7 @@ def vector_maker(
     elif names_python(name) and takes(function := find_object(flag, name), "num_envs"):
 
         def make(num_envs: int, seed: int) -> Any:
-            return call(function, arguments, num_envs=num_envs, env_index=index)
+            return call(flag, function, arguments, num_envs=num_envs, env_index=index)
     else:
         return None
     if flags.wrapper or flags.mask_actions or render_mode:

@@ -13,7 +13,7 @@ import torch
 
 from torchbeast.base import devices, ranks
 from torchbeast.base.errors import FlagError
-from torchbeast.base.named import find_named
+from torchbeast.base.named import call_named, find_named
 from torchbeast.base.nested import Nested
 from torchbeast.core import means
 from torchbeast.core.columns import join_columns, spread
@@ -99,7 +99,7 @@ def make_method(explorer: str | None, *about: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         base = f"{Method.__module__}.Method"
         raise FlagError(f"--explorer {explorer} is no class with the base {base}")
-    return kind(*about, **arguments)
+    return call_named(f"--explorer {explorer}", kind, *about, **arguments)
 
 
 class Explorer:
