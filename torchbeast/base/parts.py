@@ -22,7 +22,8 @@ A guest may have
     actors(actors, rows)    returns what takes the place of MonoBeast's actors; rows
                         are its slots [slots, T + 1, ...] in NumPy
     poll()              called in each round of the main loop, about once per second
-    show(queued, acted, streams)   the state of the run in this round, see Run.show
+    show(queued, acted, streams=None)    also in each round: rollouts that wait for the
+                        learner, steps made since the start, PolyBeast's streams ("3/4")
     update(update)      an update is about to be finished
     columns()           returns columns of the next row of logs.csv
     row(row)            a row of logs.csv was written

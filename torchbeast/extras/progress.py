@@ -43,7 +43,7 @@ class Progress:
         logging.root.handlers[-1].setLevel(level)
         return bar
 
-    def show(self, queued: int, acted: int, streams: str | None) -> None:
+    def show(self, queued: int, acted: int, streams: str | None = None) -> None:
         """Shows the state of the run, at most 5 times per second."""
         interval = 0.2 if self.bar else STATUS_SECONDS
         if time.monotonic() - self.last < interval:

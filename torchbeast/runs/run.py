@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -79,12 +80,14 @@ class Run:
         # Called to wait for an update, to publish and log it.
         self.on_update: Callable[[Any], None] = lambda update: None
         self._begun: collections.deque[Any] = collections.deque()  # not yet finished
+        self.add = self._begun.append  # takes an update that has begun, in `updating`
         self._turn = threading.Lock()  # the updates of all ranks have one order
         self.lock = threading.Lock()  # protects the learner
         self._longest_update = 0.0  # seconds
-        self._saved_at = self._progress()
+        self._saved_step, self._saved_update = learner.step, learner.num_updates
         self._last_save = self.round_at = time.monotonic()
         self.guests, self._attach = parts.Guests(), attach
+        self.show = functools.partial(self.guests.all, "show")
         self._wake_pipe = processes.WakePipe()
         self.wake, self.wake_reader = self._wake_pipe.wake, self._wake_pipe.reader
         self._threads = Threads(self.wake)
@@ -124,14 +127,6 @@ class Run:
             return False
         self.guests.all("poll")
         return True
-
-    def show(self, queued: int, acted: int, streams: str | None = None) -> None:
-        """Gives guests the state of the run, in each round of the main loop.
-
-        `queued` rollouts wait for the learner, `acted` steps were made since the start,
-        and `streams` of PolyBeast are connected, such as "3/4".
-        """
-        self.guests.all("show", queued, acted, streams)
 
     def stop_requested(self) -> bool:
         """Whether a stop signal has come; logs it. Raises what a thread has raised."""
@@ -174,10 +169,6 @@ class Run:
                 self._longest_update = max(self._longest_update, seconds)
                 self.timings.time("learn")
 
-    def add(self, update: Any) -> None:
-        """Takes an update that has begun, inside `updating`."""
-        self._begun.append(update)
-
     def finish_updates(self) -> None:
         """Finishes the newest update, too. Call it if no batch waits."""
         with self.lock:
@@ -205,26 +196,22 @@ class Run:
     # --- Checkpoints
 
     def save_is_due(self) -> bool:
-        flags, seconds = self.flags, time.monotonic() - self._last_save
-        is_due = seconds > flags.checkpoint_interval or self.save_soon
-        return is_due and not flags.disable_checkpoint
+        seconds = time.monotonic() - self._last_save
+        is_due = seconds > self.flags.checkpoint_interval or self.save_soon
+        return is_due and self.has_news()
 
     def has_news(self) -> bool:
         """Whether there is something to save since the last checkpoint."""
-        return not self.flags.disable_checkpoint and self._progress() != self._saved_at
-
-    def _progress(self) -> tuple[int, int]:
-        """Steps and updates. While a replay fills, there are steps without updates."""
-        return self.learner.step, self.learner.num_updates
+        is_new = self.learner.step != self._saved_step
+        return is_new and not self.flags.disable_checkpoint
 
     def save(self, more: Callable[[], dict[str, Any]] = dict) -> None:
         """Saves a checkpoint, with what `more` returns, if there were steps.
 
         Waits for an update in progress, but not after a stop signal.
         """
-        learner, path, self.save_soon = self.learner, self.folder / "model.tar", False
+        learner, path = self.learner, self.folder / "model.tar"
         if not self.has_news():
-            self._last_save = time.monotonic()
             return
         while not self.lock.acquire(timeout=1.0):
             if self.stop_requested():
@@ -236,12 +223,13 @@ class Run:
             state = learner.state_dict() | more()
             self.saving = True
             state |= {"flags": self.flags.as_dict(), **self._of_start}
-            # The previous checkpoint is the last one with other weights.
-            learned = learner.num_updates != self._saved_at[1]
-            checkpoint.save(path, state, keep_previous=learned)
-            step = learner.step
+            # The previous checkpoint is the last one with other weights: while a replay
+            # fills, there are steps without updates.
+            step, update = learner.step, learner.num_updates
+            checkpoint.save(path, state, keep_previous=update != self._saved_update)
             self.guests.all("save", path, step)
-            self._saved_at, self._last_save = self._progress(), time.monotonic()
+            self._saved_step, self._saved_update = step, update
+            self._last_save, self.save_soon = time.monotonic(), False
         finally:
             self.saving = False
             self.lock.release()
@@ -298,18 +286,14 @@ class Run:
             self._close()
         return True
 
-    def end_threads(self) -> list[str]:
-        """Stops threads, after an update. Returns the names of those still busy."""
-        return self._threads.end(max(STOP_SECONDS, 2 * self._longest_update))
-
     def abandon(self) -> None:
         """Ends a run that has not been entered."""
-        if not self.end_threads():  # else they may still wake
+        if not self._threads.end(STOP_SECONDS):  # else they may still wake
             self._wake_pipe.close()
 
     def _end(self, worth_saving: bool) -> None:
         """Stops the threads and saves the last checkpoint."""
-        busy = self.end_threads()
+        busy = self._threads.end(max(STOP_SECONDS, 2 * self._longest_update))
         if self._threads.errors and self.exit_status != 1:  # raised after the loop
             self._fail(self._threads.errors[0])
             worth_saving = worth_saving and not self.flags.sync
