@@ -343,6 +343,15 @@ def test_disk_is_full(start, tmp_path, leave):
     run.assert_files(saved_at_end=False, has_end=bool(leave))
 
 
+@pytest.mark.parametrize("limit", ["--fsize=20480", "--nofile=30"])
+def test_a_limit_of_the_system_is_one_message(start, limit):
+    run = start(prefix=["prlimit", limit])
+    run.wait_for_end(1)
+    assert run.console.count("[ERROR ") == 1, run.console
+    assert "Traceback" not in run.console
+    assert "File too large" in run.console or "Too many open files" in run.console
+
+
 def test_shared_memory_is_too_small(start):
     """A small /dev/shm if one can be mounted, else buffers larger than the real one."""
     if mount_namespace():

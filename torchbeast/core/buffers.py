@@ -2,6 +2,7 @@
 
 import math
 import os
+import pathlib
 import shutil
 from mmap import PAGESIZE
 
@@ -24,7 +25,7 @@ def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
 
     Their files are unlinked at once, so nothing stays behind however the processes end.
     All pages are allocated now: if memory ran out later, SIGBUS would kill a process.
-    Raises SharedMemoryError if less is free.
+    Raises SharedMemoryError if the system does not give them.
     """
     # Each tensor is one file, made of whole pages.
     sizes = [math.prod((*leading, *s.shape, s.dtype.itemsize)) for s in flatten(spec)]
@@ -43,7 +44,12 @@ def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
     def create(s: Spec) -> torch.Tensor:
         return torch.empty(*leading, *s.shape, dtype=s.dtype).share_memory_().zero_()
 
-    return map_nested(create, spec)
+    try:
+        return map_nested(create, spec)
+    except RuntimeError as error:  # other limits: open files, their sizes
+        for left in pathlib.Path(SHARED_MEMORY).glob(f"torch_{os.getpid()}_*"):
+            left.unlink()  # PyTorch leaves the one that it could not resize
+        raise SharedMemoryError(f"no shared memory: {error}") from error
 
 
 def step_counters(count: int) -> torch.Tensor:
