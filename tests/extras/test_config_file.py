@@ -79,7 +79,7 @@ def test_a_checkpoint_loses(write):
         ("sed = 3", "a.toml", "there is no flag sed"),
         ("seed = ", "a.toml", "a.toml: Invalid value"),
         ('use_lstm = ["a"]', "a.toml", r"use_lstm is \['a'\]"),
-        ('model = "huge"', "a.toml", "'huge' is not one of shallow, deep"),
+        ('model = "huge"', "a.toml", "model is 'huge': it is not one of shallow, deep"),
         ("{", "meta.json", "meta.json: "),
         ('{"args": {}, "flags_left_open": 3}', "meta.json", "meta.json: TypeError"),
         ("[" * 90_000, "meta.json", "maximum recursion depth"),

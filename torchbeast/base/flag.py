@@ -69,18 +69,6 @@ class Flag:
         # Values are in the object's __dict__, where Python looks first.
         raise AttributeError(f"this script has no flag {self.name}")
 
-    def convert(self, text: str) -> Any:
-        """The value of a text, but not of a switch; raises ArgumentTypeError."""
-        try:
-            value = self.converter(text)
-        except ValueError:
-            kind = self.converter.__name__
-            raise argparse.ArgumentTypeError(f"invalid {kind}: {text!r}") from None
-        if self.choices and value not in self.choices:
-            allowed = ", ".join(self.choices)
-            raise argparse.ArgumentTypeError(f"{value!r} is not one of {allowed}")
-        return value
-
     def from_file(self, value: Any, place: str = "a file") -> Any:
         """The value that TOML, JSON or a checkpoint has, as if typed, or FlagError.
 
@@ -95,8 +83,11 @@ class Flag:
                 value = ",".join(value)
             elif isinstance(value, dict):
                 value = json.dumps(value)
-            return self.convert(str(value))
-        except (TypeError, argparse.ArgumentTypeError) as error:
+            value = self.converter(str(value))
+            if self.choices and value not in self.choices:
+                raise ValueError(f"it is not one of {', '.join(self.choices)}")
+            return value
+        except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
             what = f"{place}: the flag {self.name} is {value!r:.80}"
             raise FlagError(f"{what}: {error}") from None
 
@@ -152,7 +143,7 @@ class FlagParser(argparse.ArgumentParser):
                 if x.converter is bool:
                     words["action"] = argparse.BooleanOptionalAction
                 else:
-                    words |= {"type": x.convert, "metavar": x.metavar}
+                    words |= {"type": x.converter, "metavar": x.metavar}
                     words["choices"] = x.choices or None
                 names = [f"--{n}" for n in (name, x.alias) if n]
                 to.add_argument(*names, **words).default = argparse.SUPPRESS

@@ -12,6 +12,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from torchbeast.base.errors import FlagError, UserError, using
@@ -86,15 +87,10 @@ class RunFolder:
 
 
 class FileWriter:
-    """Writes out.log, logs.csv and meta.json of one start of a run.
+    """Writes out.log, logs.csv and meta.json of one start of a run, in its folder.
 
-    meta.json has flags, dates, what parts say, and the end of this start.
-
-    Args:
-      folder: of the run, locked; the caller closes it.
-      args: the flags. Values that JSON lacks are written as str(value).
-      resume_step: of the checkpoint: later rows of logs.csv are cut. None: all.
-      about: more entries of this start for meta.json.
+    meta.json has the flags, as `args`; dates, the end of this start, and `about`. Rows
+    of logs.csv after `resume_step`, of the checkpoint, are cut; None: all are.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class FileWriter:
         folder: RunFolder,
         args: Mapping[str, Any],
         resume_step: int | None = None,
-        about: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.path = path = folder.path
         self._logs = path / "logs.csv"
@@ -113,7 +109,7 @@ class FileWriter:
             old = begun | read_meta(path)
             begun = {k: old[k] for k in begun} | {"resumed": [*old["resumed"], date]}
         self._meta = {"xpid": path.name, "args": dict(args), **begun}
-        self._meta |= {"first_step": resume_step or 0, **(about or {})}
+        self._meta |= {"first_step": resume_step or 0, **about}
         # If this start is killed, these stay.
         self._meta |= {"date_end": None, "successful": False, "exit_status": None}
         with contextlib.ExitStack() as stack, writing(path):

@@ -51,13 +51,11 @@ class Start(NamedTuple):
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do, as it may be after kill -9; if so, logs it."""
-        flags, path = self.flags, self.folder.path
         step = self.saved["stats"]["step"] if self.saved else 0
-        if step < flags.total_steps or not read_meta(path).get("successful"):
-            return False
-        words = "The run is at step %d of --total_steps %d already."
-        log.info(words, step, flags.total_steps)
-        return True
+        total, meta = self.flags.total_steps, read_meta(self.folder.path)
+        if is_finished := step >= total and bool(meta.get("successful")):
+            log.info("The run is at step %d of --total_steps %d already.", step, total)
+        return is_finished
 
 
 def run_script(
@@ -143,13 +141,11 @@ def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flag
         from torchbeast.extras.ranks import several  # optional
 
         several.share_out(flags, learners, set(typed.here))
-    outdated: set[str] = set()
-    if not given.get("sync", flags.get("sync")):
-        # With --sync, threads and precision stay, too: they change rounding.
-        outdated |= set(saved.get("flags_left_open", ()))
-        # Even a typed number of buffers was chosen for the old layout.
-        if given.keys() & {"num_actors", "envs_per_actor", "batch_size"}:
-            outdated.add("num_buffers")
+    outdated = set(saved.get("flags_left_open", ()))
+    if given.keys() & {"num_actors", "envs_per_actor", "batch_size"}:
+        outdated.add("num_buffers")  # even a typed one was chosen for the old layout
+    if given.get("sync", flags.get("sync")):
+        outdated = set()  # threads and precision stay, too: they change rounding
     return flagset.merge(typed, saved, str(path), outdated)
 
 
