@@ -281,19 +281,35 @@ class Blank(gym.Env):
 
 
 class Lives(Blank):
-    """A game of LIVES episodes of 4 steps each, with 5 points per step."""
+    """A game of LIVES episodes of 4 steps each, with 5 points per step.
+
+    No reset may follow another without a step between them.
+    """
 
     LIVES = 3
+    is_new = False
 
     def reset(self, *, seed=None, options=None):
+        assert not self.is_new
+        self.is_new = True
         if seed is not None:  # a new game, not only a new life
             self.steps = 0
         return self.observation, {}
 
     def step(self, action):
-        self.steps += 1
+        self.steps, self.is_new = self.steps + 1, False
         info = {GAME_OVER: self.steps == 4 * self.LIVES}
         return self.observation, 5.0, self.steps % 4 == 0, False, info
+
+
+class Numbered(Blank):
+    """Games of one step, whose return is the environment's number."""
+
+    def __init__(self, env_index):
+        self.number = env_index
+
+    def step(self, action):
+        return self.observation, float(self.number), True, False, {}
 
 
 class Digits(Blank):

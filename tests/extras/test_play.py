@@ -13,7 +13,7 @@ from random_weights import make_flags, make_weights
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast.extras.play import Latest
-from torchbeast.extras.play.games import play
+from torchbeast.extras.play.games import EVAL_STREAM, TEST_STREAM, play
 
 # --- Games ---
 
@@ -53,6 +53,17 @@ def test_a_game_is_whole_and_its_rewards_are_not_clipped():
     assert flags.reward_clipping == "abs_one"
     games = play(flags, make_weights(flags), range(3))
     assert [game[1:] for game in games] == [(60.0, 12)] * 3
+
+
+def test_no_two_environments_have_the_same_number():
+    """Not even in two processes, or beside the training."""
+    flags = make_flags("--env", "environments:Numbered")
+    weights = make_weights(flags)
+    for stream, first in ((TEST_STREAM, 10_000), (EVAL_STREAM, 20_000)):
+        for own in (range(8), [8, 9, 16]):
+            games = sorted(play(flags, weights, own, stream))
+            numbers = [game.game_return - first for game in games]
+            assert numbers == ([8, 9, 8] if 16 in own else [*range(8)])
 
 
 def test_a_first_reset_that_differs_from_all_later_ones():

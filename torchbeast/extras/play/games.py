@@ -20,6 +20,7 @@ from torchbeast.base.nested import map_nested
 from torchbeast.base.seeds import derive_seed
 from torchbeast.core.acting import act_step, prepare_to_act, to_tensors
 from torchbeast.core.buffers import step_counters
+from torchbeast.envs import make_env
 from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.local.actors import TorchSettings, actor_context, seed_globals
@@ -30,6 +31,8 @@ from torchbeast.runs import checkpoint
 
 # No actor has these numbers, so training never plays these games.
 TEST_STREAM, EVAL_STREAM = 2**31, 2**31 + 1
+# The number of the environment that begins with game 0 (docs/environments.md).
+FIRST_ENV = {TEST_STREAM: 10_000, EVAL_STREAM: 20_000}
 # The rounding of a forward pass depends on the size of the batch and on the row in it.
 # So a batch always has this size, and game n is always played in row n % BATCH.
 BATCH = 8
@@ -130,7 +133,8 @@ def play(
         rows = {j: [n for n in numbers if n % batch == j] for j in range(i, i + most)}
         rows = {j: games for j, games in rows.items() if games}
         if rows:
-            yield from _play_rows(flags, weights, rows, steps, stack)
+            first = FIRST_ENV[stream]
+            yield from _play_rows(flags, weights, rows, first, steps, stack)
             stack.close()
 
 
@@ -138,6 +142,7 @@ def _play_rows(
     flags: Flags,
     weights: Weights,
     waiting: dict[int, list[int]],
+    first_env: int,
     steps: torch.Tensor,
     stack: contextlib.ExitStack,
 ) -> Games:
@@ -149,11 +154,15 @@ def _play_rows(
         render, video = "rgb_array", Video(flags.video, flags.env)
         stack.callback(lambda: video.close())
     envs: dict[int, Environment] = {}
-    for i in waiting:
-        envs[i] = Environment(flags, None, i, render, TorchSettings())
+    for i, (number, *_) in waiting.items():
+        index = first_env + number
+        envs[i] = Environment(flags, None, index, render, TorchSettings())
         stack.callback(envs[i].close)
-        filler = envs[i].initial()  # a first reset may differ from all later ones
-        steps += 1
+        if flags.wrapper:  # a first reset may differ from all later ones, see Staggered
+            envs[i].initial()
+            steps += 1
+        if index == FIRST_ENV[TEST_STREAM]:
+            make_env.first("examine", envs[i])
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
     spaces = first.observation_space, first.action_space
@@ -179,7 +188,8 @@ def _play_rows(
         steps.add_(1)
         return envs[i].initial()
 
-    rows = [begin(i) if i in envs else filler for i in range(BATCH)]
+    begun = {i: begin(i) for i in envs}
+    rows = [begun.get(i, begun[min(begun)]) for i in range(BATCH)]
     state = model.initial_state(BATCH * N)
     while playing:
         steps += 1
