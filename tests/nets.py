@@ -1,10 +1,12 @@
-"""Models for tests, without a command line, their spaces and their inputs."""
+"""Models for tests, their flags, spaces, weights and inputs."""
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
+from torchbeast import monobeast
 from torchbeast.core.distributions import make_distribution
+from torchbeast.envs.environment import Environment
 from torchbeast.flags import DECLARED, Flags
 from torchbeast.model import Net
 
@@ -58,6 +60,20 @@ def make_net(observation_space, action_space, model="shallow", use_lstm=False, *
     """A Net with these flags; all others have their defaults."""
     flags = default_flags(model=model, use_lstm=use_lstm, **more)
     return Net(flags, observation_space, action_space)
+
+
+def make_flags(*words):
+    return monobeast.make_flags(words)
+
+
+def make_weights(flags):
+    """Random ones, with which actions have different probabilities."""
+    torch.manual_seed(3)
+    env = Environment(flags, None)
+    env.close()
+    model = Net(flags, env.observation_space, env.action_space)
+    torch.nn.init.normal_(model.policy.weight, std=0.1)
+    return model.state_dict()
 
 
 def sample(space, leading, rng):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from random_weights import make_flags, make_weights
+from nets import make_flags, make_weights
 from small_envs import env_flags
 
 from torchbeast import monobeast

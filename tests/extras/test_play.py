@@ -9,7 +9,7 @@ import statistics
 import gymnasium
 import pytest
 import runs
-from random_weights import make_flags, make_weights
+from nets import make_flags, make_weights
 from watched_runs import processes_of_session, wait_until
 
 from torchbeast.extras.play import Latest
@@ -94,12 +94,8 @@ def test_latest(tmp_path):
     assert os.listdir(tmp_path) == ["latest"]
 
 
-def read_result(savedir, xpid="a"):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    text = (savedir / xpid / "test.json").read_text()
-    return json.loads(text, parse_constant=refuse)
+def read_result(savedir):
+    return json.loads((savedir / "a" / "test.json").read_text())
 
 
 def test_what_test_json_has(tmp_path):
@@ -197,20 +193,22 @@ def faulty(tmp_path_factory):
     return savedir
 
 
+@pytest.fixture
+def fault(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT_FILE", str(tmp_path / "fault"))
+    return tmp_path / "fault"
+
+
 @pytest.mark.parametrize(
-    ("fault", "env", "words"),
+    ("what", "env", "words"),
     [
         # It also raises if its close() never returns.
         ("raise_error", "HangsAfterAnError", "ValueError: the ball left the table"),
         ("leave", "Environment", "died with exit status 3"),
     ],
 )
-def test_an_environment_that_fails_in_a_test(
-    faulty, tmp_path, monkeypatch, fault, env, words
-):
-    file = tmp_path / "fault"
-    file.write_text(fault)
-    monkeypatch.setenv("FAULT_FILE", str(file))
+def test_an_environment_that_fails_in_a_test(faulty, fault, what, env, words):
+    fault.write_text(what)
     test = {"mode": "test", "num_test_episodes": 9, "env": f"faulty:{env}"}
     output = runs.run(faulty, "a", status=1, **test)
     assert words in output
@@ -218,13 +216,10 @@ def test_an_environment_that_fails_in_a_test(
     assert not (faulty / "a" / "test.json").exists()
 
 
-def test_an_environment_that_hangs_in_a_test(faulty, tmp_path, monkeypatch):
-    file = tmp_path / "fault"
-    file.write_text("hang")
-    monkeypatch.setenv("FAULT_FILE", str(file))
+def test_an_environment_that_hangs_in_a_test(faulty, fault):
+    fault.write_text("hang")
     flags = {"mode": "test", "num_test_episodes": 9, "actor_timeout": 5}
-    flags["module"] = "impatient"
-    process = runs.start(faulty, "a", **flags)
+    process = runs.start(faulty, "a", module="impatient", **flags)
     output = runs.finish(process)
     assert process.returncode == 1, output
     assert "that plays games of faulty:Environment (pid " in output
@@ -234,12 +229,8 @@ def test_an_environment_that_hangs_in_a_test(faulty, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (9, -9)])
-def test_a_test_that_is_ended_leaves_nothing(
-    faulty, tmp_path, monkeypatch, number, status
-):
-    file = tmp_path / "fault"
-    file.write_text("hold_the_lock")  # the worst case: only SIGKILL ends it
-    monkeypatch.setenv("FAULT_FILE", str(file))
+def test_a_test_that_is_ended_leaves_nothing(faulty, fault, number, status):
+    fault.write_text("hold_the_lock")  # the worst case: only SIGKILL ends it
     env = "faulty:WithProgram"
     process = runs.start(faulty, "a", mode="test", num_test_episodes=9, env=env)
 

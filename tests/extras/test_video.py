@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import runs
-from random_weights import make_flags, make_weights
+from nets import make_flags, make_weights
 
 from torchbeast.base.errors import FlagError
 from torchbeast.extras.play.games import play

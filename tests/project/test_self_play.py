@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import runs
 import torch
-from random_weights import make_flags, make_weights
+from nets import make_flags, make_weights
 
 from examples.self_play.games import SelfPlay, kept
 from torchbeast.runs import checkpoint

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from random_weights import make_flags, make_weights
+from nets import make_flags, make_weights
 
 from torchbeast import load_agent
 from torchbeast.base.nested import map_nested
@@ -63,6 +63,7 @@ def test_it_acts_as_the_model_over_the_whole_unroll(tmp_path, words, greedy):
     flags = make_flags(*words, "--precision", "fp32", "--atari_backend", "python")
     weights = save(tmp_path, flags)
     agent = load_agent(tmp_path, trust_env=True)
+    assert not agent.model.training
     agent.generator.manual_seed(7)
     envs = Environment(flags, 1)
     rows, actions, states = [envs.initial()], [], None
