@@ -153,7 +153,8 @@ void ActorPool::run() {
       for (DialledStreams& streams : dialled) streams.go_on();
       shared.wait_for_news();
       if (shared.sessions.learner_queue->is_closed() ||
-          shared.sessions.inference_batcher->is_closed()) {
+          shared.sessions.inference_batcher->is_closed() ||
+          (dialled.empty() && listener->is_closed())) {
         for (DialledStreams& streams : dialled) streams.throw_own_error();
         shared.close();
       }

@@ -37,13 +37,19 @@ T argument(py::handle value, const std::string& name, const char* wanted) {
   }
 }
 
+constexpr uintmax_t kLargestPem = 1 << 20;
+
 std::string read_pem(py::handle value, const std::string& name) {
   const auto path = argument<std::filesystem::path>(value, name, "a path");
   const std::string what = name + ": '" + path.string() + "' ";
   std::error_code ignored;  // open() says what is wrong
-  errno = std::filesystem::is_directory(path, ignored) ? EISDIR : 0;
-  std::ifstream file;
-  if (errno == 0) file.open(path, std::ios::binary);
+  if (std::filesystem::exists(path, ignored) &&
+      (!std::filesystem::is_regular_file(path, ignored) ||
+       std::filesystem::file_size(path, ignored) > kLargestPem)) {
+    throw std::invalid_argument(what + "is not a file of at most 1 MiB");
+  }
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
   if (!file.is_open()) {
     throw std::invalid_argument(what + "cannot be read: " + std::strerror(errno));
   }
@@ -53,6 +59,24 @@ std::string read_pem(py::handle value, const std::string& name) {
                                 "is not a PEM file: it has no line with -----BEGIN");
   }
   return text;
+}
+
+// Throws std::invalid_argument if certificates and key can't be used; gRPC would listen
+// all the same. Files are those that were given, or None.
+void check_tls(const py::object& ca, const py::object& cert, const py::object& key) {
+  if (ca.is_none() && cert.is_none() && key.is_none()) return;
+  const py::module_ ssl = py::module_::import("ssl");  // slow
+  try {
+    const py::object tls = ssl.attr("SSLContext")(ssl.attr("PROTOCOL_TLS_SERVER"));
+    tls.attr("set_ciphers")("DEFAULT:@SECLEVEL=0");  // weak ones are the user's choice
+    if (!ca.is_none()) tls.attr("load_verify_locations")(ca);
+    // With a password, so that ssl does not ask for one.
+    if (!cert.is_none() && !key.is_none()) tls.attr("load_cert_chain")(cert, key, "");
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_OSError)) throw;
+    throw std::invalid_argument("tls_ca, or tls_cert with tls_key: " +
+                                std::string(py::str(error.value())));
+  }
 }
 
 // The arguments of Security. Texts are those of files, or given as they are.
@@ -87,10 +111,14 @@ Security to_security(const py::kwargs& given) {
     security.*found->text = found->is_file
                                 ? read_pem(value, name)
                                 : argument<std::string>(value, name, "a str");
-    if (name == "token" && security.token.empty()) {
-      throw std::invalid_argument("token is empty; give None for no token");
+    if ((security.*found->text).empty()) {
+      throw std::invalid_argument(name + " is empty; give None for no " + name);
     }
   }
+  const auto file = [&given](const char* name) {
+    return given.contains(name) ? py::object(given[name]) : py::none();
+  };
+  check_tls(file("tls_ca"), file("tls_cert"), file("tls_key"));
   return security;
 }
 
@@ -134,7 +162,7 @@ Args, all by name:
         the side that listens. Also allow unix sockets of other users.
 
 Raises:
-    ValueError: a file cannot be read or is no PEM file, or the token is empty.
+    ValueError: a file cannot be read or used, or a text is empty.
 )")
       .def(py::init(&to_security))
       .def("__repr__", [](const Security& self) { return to_text(self); });

@@ -262,7 +262,8 @@ Raises:
            py::arg("seed") = py::none(), py::arg("first_stream") = 0,
            py::arg("stream_stride") = 1, py::arg("security") = Security())
       .def("run", &ActorPool::run, py::call_guard<WithoutGil>(), R"(
-Run until close() is called or the queue or the batcher is closed. Call it once.
+Run until close() is called or the queue or the batcher is closed; without servers, also
+until the listener is closed. Call it once.
 
 Raises the first error that ends it, after it has closed the queue and the batcher:
     ValueError: the agent's outputs do not fit; says where.

@@ -1,8 +1,12 @@
 """libtorchbeast in Python, used wrongly: an exception, and never the process's end."""
 
+import os
+import time
+
 import numpy as np
 import pytest
 import torch
+from certificates import Certificates
 
 import libtorchbeast
 
@@ -46,3 +50,38 @@ def test_a_tensor_whose_methods_lie(cls):
         queue.enqueue(torch.zeros(2, 3).as_subclass(cls))
     queue.enqueue(np.zeros((2, 3)))
     assert queue.size() == 1
+
+
+def test_what_proves_nothing(tmp_path):
+    """gRPC would listen with most of these, or read without end."""
+    made = Certificates(tmp_path)
+    for name in ("one", "other"):
+        made.make(name, "IP:127.0.0.1")
+    one, other = made.identity("one"), made.identity("other")
+    garbage, fifo = tmp_path / "garbage", tmp_path / "fifo"
+    garbage.write_text("-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n")
+    os.mkfifo(fifo)
+    for arguments, words in [
+        ({**one, "tls_key": other["tls_key"]}, "key values mismatch"),
+        ({"tls_cert": one["tls_key"], "tls_key": one["tls_cert"]}, "tls_cert with"),
+        ({**one, "tls_cert": garbage}, "tls_cert with"),
+        ({"tls_ca": garbage}, "tls_ca"),
+        ({"tls_ca": "/dev/zero"}, "tls_ca: '/dev/zero' is not a file of at most 1 MiB"),
+        ({"tls_ca": fifo}, "is not a file"),
+        ({"tls_ca": ""}, "tls_ca: '' cannot be read"),
+        ({"tls_server_name": ""}, "tls_server_name is empty"),
+        ({"token": ""}, "token is empty"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            libtorchbeast.Security(**arguments)
+    libtorchbeast.Security(**one, **made.ca())
+
+
+def test_a_pool_on_a_closed_listener_ends():
+    listener = libtorchbeast.Listener("127.0.0.1:0")
+    queue, batcher = libtorchbeast.BatchingQueue(), libtorchbeast.DynamicBatcher()
+    pool = libtorchbeast.ActorPool(5, queue, batcher, [], (), listener=listener)
+    listener.close()
+    begun = time.monotonic()
+    pool.run()
+    assert time.monotonic() - begun < 30  # not its maximum_downtime_s

@@ -1,15 +1,16 @@
 """PolyBeast's servers and learner, started apart: numbers, places, lost unrolls."""
 
 import itertools
+import os
 
+import pytest
 import test_actor_pool
 from certificates import Certificates
 from servers import CodedVector, ServerProcess
 from servers import Run as PoolRun
 from watched_runs import wait_until
-from watched_servers import E, T
+from watched_servers import T
 
-import libtorchbeast
 from torchbeast.polybeast import env as polybeast_env
 
 # --- Numbers and places ---------------------------------------------------------------
@@ -22,7 +23,10 @@ def bad_flags(tmp_path):
     certificates.make("other", "IP:127.0.0.1")
     one, other = certificates.identity("one"), certificates.identity("other")
     missing, empty, text = (tmp_path / x for x in ("missing", "empty", "text"))
-    binary = tmp_path / "binary"
+    binary, fifo, large = (tmp_path / x for x in ("binary", "fifo", "large"))
+    os.mkfifo(fifo)
+    with large.open("wb") as file:
+        file.truncate(2**32)
     empty.touch()
     text.write_text("not a certificate")
     binary.write_bytes(b"\xff\xfe")
@@ -36,6 +40,8 @@ def bad_flags(tmp_path):
         ({"bind": here, **one, "tls_ca": text}, "--tls_ca"),
         ({"token_file": empty}, "must have printable ASCII"),
         ({"token_file": binary}, "is not text in UTF-8"),
+        *(({"token_file": x}, "at most 1 MiB") for x in ("/dev/zero", fifo, large)),
+        ({"bind": here, "tls_cert": fifo, "tls_key": fifo}, "at most 1 MiB"),
     ]
 
 
@@ -51,23 +57,9 @@ def test_flags_of_servers_that_cannot_work(tmp_path, caplog):
         assert words in message
         assert "\n" not in message
         assert not record.exc_info
-
-
-def test_servers_that_cannot_listen_remove_nothing(serve, pipes, tmp_path):
-    """Neither a file nor the socket of other servers."""
-    file = tmp_path / "file.0"
-    file.write_text("precious")
-    serve(pipes_basename=f"unix:{tmp_path}/file").wait_for_end(1)
-    first = serve(pipes_basename=pipes)
-    (address,) = first.addresses()
-    second = serve(pipes_basename=pipes)
-    second.wait_for_end(1)
-    assert "another server listens there" in second.console
-    try:
-        assert file.read_text() == "precious"
-        assert libtorchbeast.probe(address)["num_envs"] == E
-    finally:
-        first.end()
+    for name in ("tls_ca", "tls_server_name", "token_file", "join"):
+        with pytest.raises(SystemExit):  # not as if it had been left out
+            polybeast_env.main([f"--{name}="])
 
 
 # --- No partial unroll ----------------------------------------------------------------

@@ -1,10 +1,15 @@
 """Whose address it is: sockets, tokens and names that nobody else can use unseen."""
 
+import contextlib
+import fcntl
 import os
+import shutil
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 from certificates import Certificates
@@ -61,7 +66,18 @@ def test_the_default_sockets_lie_in_a_private_folder(tmp_path, monkeypatch):
         security.make_private_folder(f"unix:{folder}/polybeast")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         folder.chmod(0o777)
-    folder.rmdir()
+    with contextlib.ExitStack() as stack:  # what dead servers have left is removed
+        for name, age in (("dead", 99), ("alive", 99), ("starts", 0)):
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"{folder}/{name}")
+            lock = stack.enter_context(open(folder / f"{name}.lock", "wb"))
+            os.utime(lock.name, (time.time() - age,) * 2)
+            if name == "alive":
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        security.make_private_folder(f"unix:{folder}/polybeast")
+    left = {x.name for x in folder.iterdir()}
+    assert left == {"alive", "alive.lock", "starts", "starts.lock"}
+    shutil.rmtree(folder)
     folder.symlink_to(tmp_path)
     with pytest.raises(FlagError, match="not your folder"):
         security.make_private_folder(f"unix:{folder}/polybeast")

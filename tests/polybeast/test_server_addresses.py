@@ -10,7 +10,6 @@ from libtorchbeast import (
     BatchingQueue,
     Security,
     Server,
-    TransportError,
     probe,
 )
 
@@ -57,18 +56,3 @@ def test_security_shows_no_secret_and_cannot_be_changed(tmp_path):
     with pytest.raises(TypeError) as caught:  # its message has all arguments
         Server(Env, 3, security=security)
     assert "sesame" not in str(caught.value)
-
-
-def test_tls(tmp_path):
-    made = Certificates(tmp_path)
-    made.make("server", "DNS:beast.example")
-    ours = Security(**made.identity("server"))
-    name = {"tls_server_name": "beast.example"}
-    with serving(Env, "127.0.0.1:0", security=ours) as server:
-        right = Security(**made.ca(), **name)
-        assert probe(server.address, security=right)["num_envs"] == 1
-        # Another authority, another name than the host's, no TLS.
-        foreign = Security(**made.ca("foreign"), **name)
-        for wrong in (foreign, Security(**made.ca()), Security()):
-            with pytest.raises(TransportError):
-                probe(server.address, security=wrong)

@@ -1,17 +1,23 @@
 """Restarts of environment servers: real processes with a main function of the test."""
 
 import argparse
+import collections
 import contextlib
 import fcntl
 import os
 import re
 import socket
+import threading
 import time
 
 import pytest
+from servers import Run, play_first
 
-from torchbeast.polybeast import supervisor
+from libtorchbeast import Listener
+from torchbeast.polybeast import env as polybeast_env
+from torchbeast.polybeast import serving, supervisor
 from torchbeast.polybeast.security import ServerError
+from torchbeast.runs import flagset
 
 
 def dies_before_it_is_ready(flags, index, address, pipe):
@@ -85,7 +91,7 @@ def never_gets_ready(flags, index, address, pipe):
 
 
 def test_a_server_that_never_gets_ready(monkeypatch):
-    monkeypatch.setattr(supervisor, "START_SECONDS", 2.0)
+    monkeypatch.setattr(supervisor, "LIMIT", 2.0)
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.1)
     flags = argparse.Namespace(max_restarts=5, join=None, actor_timeout=1)
     servers = supervisor.Supervisor(never_gets_ready, flags, ["127.0.0.1:1"])
@@ -95,6 +101,53 @@ def test_a_server_that_never_gets_ready(monkeypatch):
             watch_until(servers, lambda: False)
     finally:
         servers.stop()
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"), [("join", "hang"), ("pipes_basename", "hold_the_lock")]
+)
+def test_a_server_that_hangs_is_replaced(way, fault, tmp_path, monkeypatch, caplog):
+    """Also one whose socket is gone, but not while a learner is connected."""
+    file, place = tmp_path / "fault", f"unix:{tmp_path}/socket"
+    monkeypatch.setenv("FAULT_FILE", str(file))
+    words = ["--env=faulty:Environment", f"--{way}={place}"]
+    words += ["--num_servers=1", "--envs_per_actor=1"]
+    flags = flagset.parse(polybeast_env.make_parser(), words).freeze()
+    addresses = polybeast_env.addresses(flags)
+    listener = Listener(place) if flags.join else None
+    servers = supervisor.Supervisor(serving.serve, flags, addresses)
+    servers.beats.timeout = 5.0
+    with contextlib.ExitStack() as stack:
+        stack.callback(servers.stop)
+        if listener:
+            listener.start()
+            stack.callback(listener.close)
+        watch_until(servers, lambda: servers.ever_ready)
+        dialled = [] if listener else addresses
+        limits = {"step_timeout_s": 1, "maximum_downtime_s": 300}
+        run = Run(dialled, play_first, listener=listener, **limits)
+        with run:
+            rollouts = threading.Thread(target=collections.deque, args=(run.queue, 0))
+            rollouts.start()
+            for starts in (1, 2):
+                steps = run.pool.count()
+                watch_until(servers, lambda n=steps: run.pool.count() > n + 50)
+                assert run.pool.count() > steps + 50, caplog.text
+                assert restarts_of(servers) == starts - 1
+                if starts == 1:
+                    file.write_text(fault)
+                    watch_until(servers, lambda: restarts_of(servers))
+                    file.unlink()
+            if not listener:
+                os.unlink(addresses[0].removeprefix("unix:"))
+                end = time.monotonic() + 2 * supervisor.BEAT_SECONDS
+                watch_until(servers, lambda: time.monotonic() > end)
+                assert restarts_of(servers) == 1
+        rollouts.join()
+        assert "made no step for 5 s" in caplog.text
+        if not listener:
+            watch_until(servers, lambda: restarts_of(servers) == 2)
+            assert "socket.0 is gone" in caplog.text
 
 
 @pytest.mark.parametrize(

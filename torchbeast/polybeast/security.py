@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import fcntl
 import os
 import re
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torchbeast.base.errors import FlagError, UserError, using
 from torchbeast.polybeast.flags import PRIVATE_FOLDER, Connection
 
 CONNECT_SECONDS = 5.0  # time limit of a connection, and of each step of a handshake
+FILES = ("tls_ca", "tls_cert", "tls_key", "token_file")
 TLS_FLAGS = [name for name in Connection.declared() if name.startswith("tls")]
 
 
@@ -27,6 +30,12 @@ def security(flags: argparse.Namespace) -> Any:
     """A libtorchbeast.Security of the flags. Raises FlagError for unusable files."""
     import libtorchbeast  # may not be built
 
+    for name in filter(flags.__getattribute__, FILES):
+        what = f"--{name} {getattr(flags, name)}"
+        with using(what):
+            found = os.stat(getattr(flags, name))
+        if not stat.S_ISREG(found.st_mode) or found.st_size > 2**20:
+            raise FlagError(f"{what} must be a file of at most 1 MiB")
     if uses_tls(flags):
         tls_context(flags)  # raises; gRPC gives no reason
     token = None
@@ -42,7 +51,10 @@ def security(flags: argparse.Namespace) -> Any:
 
 
 def make_private_folder(pipes_basename: str) -> None:
-    """Makes PRIVATE_FOLDER for sockets. Raises FlagError if it can't be ours."""
+    """Makes PRIVATE_FOLDER for sockets, and removes those that dead servers left there.
+
+    Raises FlagError if it can't be ours.
+    """
     if not pipes_basename.startswith(f"unix:{PRIVATE_FOLDER}/"):
         return
     with using(f"--pipes_basename {pipes_basename}"):
@@ -55,6 +67,19 @@ def make_private_folder(pipes_basename: str) -> None:
             "give --pipes_basename unix:PATH with a path in your own folder"
         )
     os.chmod(PRIVATE_FOLDER, 0o700)
+    for lock in Path(PRIVATE_FOLDER).glob("*.lock"):
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > 60:  # not while its server starts
+                remove_socket(str(lock).removesuffix(".lock"))
+
+
+def remove_socket(path: str) -> None:
+    """Removes a socket and its lock, unless a server has the lock."""
+    with contextlib.suppress(OSError), open(path + ".lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if Path(path).is_socket():
+            os.unlink(path)
+        os.unlink(lock.name)
 
 
 # --- TLS ------------------------------------------------------------------------------

@@ -19,7 +19,12 @@ from torchbeast.envs.values import mask_space
 from torchbeast.flags import Flags
 from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
-from torchbeast.polybeast.security import ServerError, security, tls_fault
+from torchbeast.polybeast.security import (
+    ServerError,
+    make_private_folder,
+    security,
+    tls_fault,
+)
 from torchbeast.polybeast.seldom import Seldom
 from torchbeast.procs import children, processes
 
@@ -41,8 +46,9 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
             pipe.send(message)
 
     try:
+        make_private_folder(address)  # it may have been removed
         server = make_server(flags, index, address)
-        _end_on_request(server, pipe)
+        _watch(flags, server, pipe, send)
         # Before the server listens, so that no learner gets a faulty environment.
         description = try_environment(flags, index * flags.envs_per_actor)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
@@ -62,15 +68,31 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
         sys.exit(1)
 
 
-def _end_on_request(server: Any, pipe: connection.Connection) -> None:
-    """Starts a thread that stops the server at SIGTERM, or if the pipe ends."""
+def _watch(
+    flags: Flags, server: Any, pipe: connection.Connection, send: Callable[[Any], None]
+) -> None:
+    """Starts a thread that stops the server at SIGTERM, or if the pipe ends.
+
+    It also sends beats, unless an environment holds Python's lock. A server takes other
+    streams while one hangs; a client has only one, so it then sends none.
+    """
     signals = processes.WakePipe()
     signals.wake_on_signals()
+    main, steps = threading.get_ident(), 0
+
+    def is_stuck() -> bool:
+        nonlocal steps
+        before, steps = steps, server.stats()["num_steps"]
+        is_waiting = sys._current_frames()[main].f_code is run_client.__code__
+        return bool(flags.join) and steps == before and not is_waiting
 
     def wait() -> None:
-        while pipe not in (ready := connection.wait([pipe, signals.reader])):
+        seconds = supervisor.BEAT_SECONDS
+        while pipe not in (ready := connection.wait([pipe, signals.reader], seconds)):
             if ready and signal.SIGTERM in signals.drain():
                 break
+            if not ready and not is_stuck():
+                send(("beat", server.stats().get("num_streams")))
         # A second before the supervisor kills the process: it can name what hangs.
         server.stop(supervisor.STOP_SECONDS - 1)
         time.sleep(supervisor.STOP_SECONDS)

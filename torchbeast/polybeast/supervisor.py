@@ -1,18 +1,16 @@
 """Starts environment servers, and restarts them after a crash."""
 
-import contextlib
 import dataclasses
-import fcntl
 import logging
 import multiprocessing as mp
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchbeast.base.errors import UserError
 from torchbeast.flags import Flags
+from torchbeast.polybeast import security
 from torchbeast.polybeast.security import ServerError
 from torchbeast.polybeast.seldom import Seldom
 from torchbeast.procs import children
@@ -23,7 +21,8 @@ STOP_SECONDS = 5.0  # servers that don't exit within this time are killed
 HEALTHY_SECONDS = 10.0  # uptime after which a crash starts the count anew
 LONGEST_BACKOFF = 10.0  # seconds before a restart
 REPEAT_SECONDS = 60.0  # between equal log lines
-START_SECONDS = 300.0  # to get ready; a longer --actor_timeout counts instead
+LIMIT = 300.0  # seconds to get ready, or for a step; at least --actor_timeout
+BEAT_SECONDS = 2.0  # between two signs of life
 
 
 class RefusedForGood(ServerError):
@@ -48,7 +47,8 @@ class Supervisor:
     """The server processes, one per address. One thread at a time.
 
     A process calls `serve`, see serving.py. It sends ("ready", address, description),
-    ("log", text), and the ServerError that ends it.
+    ("log", text), the ServerError that ends it, and, unless its environment hangs,
+    ("beat", streams) every BEAT_SECONDS.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Supervisor:
         self.servers = [Server(i, address) for i, address in enumerate(addresses)]
         # Not forked: gRPC can't be.
         self.group = children.Children(mp.get_context("spawn"), STOP_SECONDS)
+        self.limit = max(LIMIT, flags.actor_timeout)
+        self.beats = children.StepWatch(self.limit)
         self.ever_ready = False
         self.watched = time.monotonic()
         self.is_new = Seldom(REPEAT_SECONDS)  # servers that join send equal texts
@@ -84,31 +86,33 @@ class Supervisor:
         server.starts += 1
         who, arguments = f"server {server.index}", (server.index, server.address)
         server.child = self.group.start(who, self.serve, self.flags, *arguments)
+        server.child.steps = 0
 
     def _check(self, server: Server, child: children.Child) -> None:
         now = time.monotonic()  # before it is ended, which may take seconds
         who = f"environment server {server.index}"
-        limit = max(START_SECONDS, self.flags.actor_timeout)
         try:
             while message := child.receive():
                 self._take(server, *message)
-            if server.is_ready or now - server.since <= limit:
-                return
-            child.print_stack()
-            raise ServerError(
-                f"it is not ready after {limit:g} s. If its environments need that "
-                "long, raise --actor_timeout"
-            )
+            if server.is_ready:
+                self.beats.check([child])
+            elif now - server.since > self.limit:
+                child.print_stack()
+                raise ServerError(
+                    f"it is not ready after {self.limit:g} s. If its environments need "
+                    "that long, raise --actor_timeout"
+                )
+            return
         except children.ProcessError as error:
-            how = f"has died: {error}"
+            how = f"is lost: {error}"
         except RefusedForGood as error:
             raise ServerError(f"{who} {error}") from error
         except UserError as error:
             if not self.ever_ready:
                 raise ServerError(f"{who} cannot start: {error}") from error
             how = f"has failed: {error}"
+        child.pipe.close()  # like SIGTERM, if it is still there
         self.group.end(STOP_SECONDS, [child])
-        child.pipe.close()
         if server.is_ready and now - server.since > HEALTHY_SECONDS:
             server.crashes = -1
         self._start_later(server, how)
@@ -126,8 +130,15 @@ class Supervisor:
         log.warning(text, server.index, how, seconds)
         server.child, server.due = None, time.monotonic() + seconds
 
-    def _take(self, server: Server, kind: str, *rest: str) -> None:
-        if kind == "ready":
+    def _take(self, server: Server, kind: str, *rest: Any) -> None:
+        if kind == "beat":
+            assert server.child
+            server.child.steps += 1
+            protocol, _, path = server.address.partition(":")
+            is_gone = protocol == "unix" and not os.path.exists(path)
+            if server.is_ready and rest == (0,) and is_gone:  # streams don't need it
+                raise ServerError(f"its socket {path} is gone")
+        elif kind == "ready":
             server.since, server.is_ready = time.monotonic(), True
             self.ever_ready = True
             server.address = rest[0]  # keeps a port that was free
@@ -158,11 +169,5 @@ class Supervisor:
         self.group.end(STOP_SECONDS)
         self.group.close()
         for server in () if self.flags.join else self.servers:
-            kind, _, path = server.address.partition(":")
-            if kind != "unix" or not Path(path).is_socket():
-                continue
             # A server that exits removes its own, and another may listen there by now.
-            with contextlib.suppress(OSError), open(path + ".lock", "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-                os.unlink(lock.name)
+            security.remove_socket(server.address.removeprefix("unix:"))
