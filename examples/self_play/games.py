@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import gymnasium
@@ -19,6 +20,8 @@ from examples.self_play import players
 log = logging.getLogger(__name__)
 
 KEPT = re.compile(r"model\.(\d+)\.tar")  # what --checkpoint_history writes
+# Points and games against each checkpoint in this process, from 1 of 2.
+SCORES: dict[pathlib.Path, tuple[float, int]] = {}
 
 
 class SelfPlay(gymnasium.Env):
@@ -35,6 +38,8 @@ class SelfPlay(gymnasium.Env):
       folder: of the run, --savedir/--xpid.
       history: the run's --checkpoint_history. Further checkpoints count as the last.
       newest: probability of the newest checkpoint.
+      hard: the others are drawn with weights (1 - score) ** hard, where score is the
+        share of the points against it in this process. 0: all with the same weight.
       greedy: probability that the opponent takes its most likely actions in a game,
         because samples of them miss what a good player sees.
       game: a module of PettingZoo with a function raw_env.
@@ -47,13 +52,14 @@ class SelfPlay(gymnasium.Env):
         folder: str,
         history: int = 20,
         newest: float = 0.5,
+        hard: float = 0.0,
         greedy: float = 0.5,
         game: str = "pettingzoo.classic.connect_four_v3",
         trust: bool = False,
         against: str | None = None,
     ) -> None:
         self.folder, self.history = pathlib.Path(folder).expanduser(), history
-        self.newest, self.greedy = newest, greedy
+        self.newest, self.hard, self.greedy = newest, hard, greedy
         self.trust, self.against = trust, against
         self.game = importlib.import_module(game).raw_env()
         self.seats = list(self.game.possible_agents)
@@ -62,6 +68,7 @@ class SelfPlay(gymnasium.Env):
         self.observation_space = spaces.Dict({**parts, "opponent": number})
         self.action_space = self.game.action_space(self.seats[0])
         self.broken: set[tuple[Any, ...]] = set()  # files, as they were
+        self.path: pathlib.Path | None = None  # of the opponent, if it may be drawn
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -83,6 +90,9 @@ class SelfPlay(gymnasium.Env):
         ends = [
             any(x.values()) for x in (self.game.terminations, self.game.truncations)
         ]
+        if any(ends) and self.path:
+            points, games = SCORES.get(self.path, (1, 2))
+            SCORES[self.path] = points + (1 + np.sign(self.reward)) / 2, games + 1
         return self.observe(self.me, self.number), self.reward, *ends, {}
 
     def close(self) -> None:
@@ -104,7 +114,7 @@ class SelfPlay(gymnasium.Env):
 
     def draw_opponent(self) -> tuple[int, players.Player]:
         """Draws the opponent of a game, and its number."""
-        rng = self.np_random
+        rng, self.path = self.np_random, None
         if self.against == "random" or players.loading.get():
             return 0, players.Random(rng)
         if self.against == "scripted":
@@ -115,13 +125,15 @@ class SelfPlay(gymnasium.Env):
         while files:
             number = max(files)
             if rng.random() >= self.newest:
-                number = int(rng.choice(sorted(files)))
+                number = int(rng.choice(list(files), p=self.weights(files.values())))
             path = files.pop(number)
             state = state_of(path)
             if (path, state) in self.broken:
                 continue
             try:
-                return min(number, self.history), self.load(path)
+                player = self.load(path)
+                self.path = path
+                return min(number, self.history), player
             except Exception as error:  # of many types: the file may hold anything
                 self.broken.add((path, state))
                 log.warning(
@@ -129,8 +141,20 @@ class SelfPlay(gymnasium.Env):
                 )
         return 0, players.Random(rng)
 
+    def weights(self, files: Iterable[pathlib.Path]) -> np.ndarray | None:
+        """With which probabilities to draw one of these; None: all the same."""
+        if not self.hard:
+            return None
+        scores = [SCORES.get(x, (1, 2)) for x in files]
+        weights = np.array([(1 - x / n) ** self.hard for x, n in scores])
+        return weights / weights.sum()
+
     def load(self, path: pathlib.Path) -> players.Player:
         agent = players.load(path, state_of(path), self.trust)
+        theirs = getattr(agent.observation_space, "spaces", {})
+        mine = {**self.observation_space.spaces, "opponent": theirs.get("opponent")}
+        if dict(theirs) != mine or agent.action_space != self.action_space:
+            raise ValueError(f"{path} is of another game, --env {agent.flags.env}")
         greedy = bool(self.np_random.random() < self.greedy)
         return players.saved(agent, self.np_random, greedy)
 

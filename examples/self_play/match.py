@@ -5,6 +5,7 @@ python -m examples.self_play.match ~/logs/torchbeast/NAME --games 200
 
 import argparse
 import json
+import math
 
 import numpy as np
 
@@ -46,8 +47,16 @@ def main() -> None:
         [*results, results.sum(0)],
         strict=True,
     ):
-        share = won / max(1, lost + drawn + won)
-        print(f"{name:14} {won} won, {drawn} drawn, {lost} lost: {share:.1%} won")
+        games = max(1, lost + drawn + won)
+        line = f"{name:14} {won} won, {drawn} drawn, {lost} lost: {won / games:.1%} won"
+        print(f"{line}, {elo(won + drawn / 2, games)}")
+
+
+def elo(points: float, games: int) -> str:
+    """By how much a player is better: 400 points are 10 to 1."""
+    if not 0 < points < games:
+        return "Elo unknown"
+    return f"Elo {400 * math.log10(points / (games - points)):+.0f}"
 
 
 if __name__ == "__main__":

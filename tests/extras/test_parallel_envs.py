@@ -21,6 +21,7 @@ from torchbeast.extras.play import games as played
 from torchbeast.learner import Learner, learn
 from torchbeast.local.env_spec import EnvSpec, find_env_spec
 from torchbeast.polybeast.serving import try_environment
+from torchbeast.tools.agent import Agent
 
 pytest.importorskip("pettingzoo")
 agent_games = pytest.importorskip("agent_games")
@@ -196,7 +197,9 @@ def test_a_number_of_environments_that_is_no_multiple():
 @pytest.mark.parametrize("env", ["annotated", "Split"])
 def test_what_names_a_parallel_environment(env):
     wrapper = 'agent_games:identity{"scale": 3}'
-    envs = Environment(env_flags(f"agent_games:{env}", wrapper=wrapper), 4, 6)
+    flags = env_flags(f"agent_games:{env}", wrapper=wrapper)
+    assert Agent(flags, None, None, None).make_env().scale == 3
+    envs = Environment(flags, 4, 6)
     assert [x.env.scale for x in envs.games] == [3, 3]
     assert [x.env.number for x in envs.games] == [6, 8]
 

@@ -22,11 +22,11 @@ SCORES = "examples.self_play.scores:Scores"
 COLUMNS = 7
 
 
-def save(path, *words, edit=lambda weights: None):
+def save(path, *words, edit=lambda weights: None, encoder=BOARD):
     """Writes a checkpoint with random weights."""
     arguments = json.dumps({"folder": str(path.parent)})
     flags = make_flags(
-        *("--env", NAME, "--env_kwargs", arguments, "--encoder", BOARD, *words),
+        *("--env", NAME, "--env_kwargs", arguments, "--encoder", encoder, *words),
         *("--precision", "fp32"),
     )
     weights = make_weights(flags)
@@ -97,6 +97,35 @@ def test_a_file_of_somebody_else_is_not_trusted(tmp_path, caplog):
     assert env.reset(seed=1)[0]["opponent"] == 0
     assert "you have not signed it" in caplog.text
     assert make(tmp_path).reset(seed=1)[0]["opponent"] == 1
+
+
+def test_a_checkpoint_of_another_game_is_left_out(tmp_path, caplog):
+    tictactoe = {"folder": str(tmp_path), "game": "pettingzoo.classic.tictactoe_v3"}
+    save(tmp_path / "model.1.tar", "--env_kwargs", json.dumps(tictactoe), encoder="")
+    save(
+        tmp_path / "model.2.tar",
+        "--env",
+        "CartPole-v1",
+        "--env_kwargs",
+        "{}",
+        encoder="",
+    )
+    assert make(tmp_path).reset(seed=1)[0]["opponent"] == 0
+    assert caplog.text.count("is of another game, --env") == 2
+    with pytest.raises(ValueError, match="is of another game"):
+        make(tmp_path, against=tmp_path / "model.1.tar").reset()
+
+
+def test_hard_opponents_come_more_often(tmp_path):
+    for number in (1, 2):
+        publish(tmp_path / f"model.{number}.tar", 6)
+    env, drawn = make(tmp_path, newest=0.0, hard=8.0), []
+    for seed in range(60):
+        row, _ = env.reset(seed=seed, options={"seat": 0})
+        drawn.append(int(row["opponent"]))
+        for column in (1, 1, 1, 1) if drawn[-1] == 1 else (0, 1, 0, 1):
+            env.step(column)  # wins against the first, loses to the second
+    assert drawn[20:].count(2) > 35
 
 
 @pytest.mark.timeout(500)

@@ -63,8 +63,14 @@ class Agent:
         self.generator = torch.Generator()
         self.generator.seed()
 
-    def make_env(self, render_mode: str | None = None) -> gymnasium.Env:
-        """The environment of the run, with its wrappers. Raises UserError."""
+    def make_env(self, render_mode: str | None = None) -> Any:
+        """The environment of the run, with its wrappers. Raises UserError.
+
+        Of a game of several agents, PettingZoo's; `act` also needs "agent_one_hot".
+        """
+        several = parts.optional("envs.several_agents")
+        if several and several.vector_maker(self.flags, render_mode, 0):
+            return several.make_parallel(self.flags, render_mode, 0)
         return create_env(self.flags, render_mode)
 
     def act(
