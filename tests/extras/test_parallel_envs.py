@@ -311,3 +311,7 @@ def test_a_test_game_by_hand():
         assert game.length == max(env.lives.values())
         least = sum(env.lives[x] * 3 * (ord(x) - 96) for x in "abc") / 3
         assert least <= game.game_return <= 2 * least
+        assert game.game_return == pytest.approx(np.mean(game.of_agents))
+        for x, of_agent in zip("abc", game.of_agents, strict=True):
+            least = env.lives[x] * 3 * (ord(x) - 96)
+            assert least <= of_agent <= 2 * least

@@ -68,8 +68,8 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
     with contextlib.closing(play(flags, weights, numbers)) as playing:
         for game in playing:
             ended.append(game)
-            log.info("Game %d: return %.2f after %d steps", *game)
-    _, returns, lengths = zip(*sorted(ended), strict=True)  # by number
+            log.info("Game %d: return %.2f after %d steps", *game[:3])
+    _, returns, lengths, of_agents = zip(*sorted(ended), strict=True)  # by number
     path, code = path.resolve(), parts.optional("code")
     result = {
         "xpid": path.parent.name,  # --xpid, or what "latest" links to
@@ -81,6 +81,7 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
         "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
         "returns": returns,
         "lengths": lengths,
+        "returns_of_agents": of_agents,
         "seed": flags.seed,
         "flags": flags.as_dict(),
         "date": files.now(),
@@ -88,6 +89,9 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
     }
     text = "%(num_games)d games: mean return %(mean).2f, standard deviation %(std).2f"
     log.info(text, result)
+    for k, each in enumerate(zip(*of_agents, strict=True)):
+        if known := [x for x in each if x is not None]:
+            log.info("Agent %d: mean return %.2f", k, statistics.fmean(known))
     parts.call("tested", flags, path.parent, result["step"])
     if games.draws(flags):
         return

@@ -44,10 +44,17 @@ class Game(NamedTuple):
     number: int  # from 0 on
     game_return: float
     length: int
+    of_agents: tuple[float | None, ...] = ()  # their returns, if they are several
 
 
 Games = Generator[Game, None, None]
 Weights = dict[str, torch.Tensor]
+
+
+def mean_of(returns: Sequence[float], agents: Sequence[int], k: int) -> float | None:
+    """The mean of agent k's; None if it had none."""
+    own = [x for x, agent in zip(returns, agents, strict=True) if agent == k]
+    return statistics.fmean(own) if own else None
 
 
 def draws(flags: Flags) -> bool:
@@ -171,7 +178,7 @@ def _play_rows(
     prepare_to_act(model)
     generators = [torch.Generator() for _ in range(BATCH)]
     playing: dict[int, int] = {}  # row: number of the game
-    ended: dict[int, list[tuple[float, int]]] = {}  # of its agents so far
+    ended: dict[int, list[tuple[int, float, int]]] = {}  # of its agents so far
 
     def choose(logits: torch.Tensor) -> torch.Tensor:  # [1, BATCH * N, P]
         if flags.greedy:
@@ -202,14 +209,15 @@ def _play_rows(
             game = N > 1 and envs[i].envs.envs[0].game  # of several agents
             rows[i] = row = envs[i].step(actions[i * N : (i + 1) * N])
             over = row["game_over"]
-            ended[i] += zip(
-                row["game_return"][over], row["game_step"][over], strict=True
-            )
+            results = np.flatnonzero(over), row["game_return"][over]
+            ended[i] += zip(*results, row["game_step"][over], strict=True)
             if over.any() and (N == 1 or envs[i].envs.envs[0].game != game):
-                returns, lengths = zip(*ended[i], strict=True)
+                agents, returns, lengths = zip(*ended[i], strict=True)
+                each = tuple(mean_of(returns, agents, k) for k in range(N) if N > 1)
                 if video and not waiting[i]:
                     video.close()  # the environments may take long to close
-                yield Game(number, statistics.fmean(returns), int(max(lengths)))
+                mean = statistics.fmean(returns)
+                yield Game(number, mean, int(max(lengths)), each)
                 del playing[i]
                 if waiting[i]:
                     rows[i] = begin(i)
