@@ -52,7 +52,7 @@ def test_a_game_is_whole_and_its_rewards_are_not_clipped():
     flags = make_flags("--env", "environments:Lives")
     assert flags.reward_clipping == "abs_one"
     games = play(flags, make_weights(flags), range(3))
-    assert [game[1:] for game in games] == [(60.0, 12)] * 3
+    assert [game[1:3] for game in games] == [(60.0, 12)] * 3
 
 
 def test_no_two_environments_have_the_same_number():

@@ -81,7 +81,7 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
         "std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
         "returns": returns,
         "lengths": lengths,
-        "returns_of_agents": of_agents,
+        **({"returns_of_agents": of_agents} if any(of_agents) else {}),
         "seed": flags.seed,
         "flags": flags.as_dict(),
         "date": files.now(),
