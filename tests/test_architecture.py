@@ -21,10 +21,12 @@ COMMANDS = ("plot", "polybeast_env", "polybeast_learner", "report", "sweep")
 LATE = {
     ("__init__", "tools.agent"),  # torchbeast.load_agent
     ("base.ranks", "extras.ranks.several"),  # torchrun
+    ("encoders", "extras.moments.running"),  # --normalize_observations
     ("learner", "extras.episodes"),  # --rollouts episode
     ("learner", "extras.explorer.method"),  # --explorer
     ("learner", "extras.replay.mixer"),  # --replay_ratio
     ("model", "extras.explorer.method"),
+    ("model", "extras.moments.running"),  # --normalize_rewards
     ("runs.start", "extras.ranks.several"),
 }
 # What a MonoBeast forker reads.

@@ -25,7 +25,7 @@ from torchbeast.core.rollout import observation_spec
 from torchbeast.envs import extra_fields
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import ExtraField
-from torchbeast.envs.make_env import create_env, vector_maker
+from torchbeast.envs.make_env import create_env, first
 from torchbeast.envs.seeded_games import game_seed
 from torchbeast.envs.values import FrameStack
 from torchbeast.local.env_spec import find_env_spec
@@ -330,7 +330,7 @@ def test_an_id_that_a_module_registers(name):
     try:
         flags = env_flags(f"{__name__}:{name}")
         assert isinstance(create_env(flags).unwrapped, Counter)
-        assert vector_maker(flags) is None
+        assert first("vector_maker", flags, None, 0) is None
     finally:
         del gymnasium.registry[name]
 

@@ -95,8 +95,6 @@ class Model(Group):
     core_size: int = flag(256, "units of a layer of the core", COUNT, needs="use_lstm")
     core_layers: int = flag(1, "layers of the core", COUNT, needs="use_lstm")
     forget_bias: float = flag(0.0, "of the core; 1 or 2 help", FINITE, needs="use_lstm")
-    normalize_observations: bool = flag(False,
-        "scale numbers by running mean and deviation; their MLPs then have tanh")
     precision: str = flag("auto", "of image encoders", choices=["auto", "fp32", "bf16"])
 
 
@@ -123,8 +121,6 @@ class Loss(Group):
     discounting: float = flag(0.99, "discount factor γ", SHARE, TUNE)
     reward_clipping: str = flag("abs_one", "abs_one clips rewards to [-1, 1]", TUNE,
         choices=["abs_one", "none"])
-    normalize_rewards: bool = flag(False,
-        "divide rewards by the deviation of their discounted sum, and don't clip")
     clip_rho: float = flag(1.0, "V-trace's ρ̄ (inf: no clipping)", POSITIVE_OR_INF, TUNE)
     clip_pg_rho: float = flag(1.0, "ρ̄ of the policy gradient", POSITIVE_OR_INF, TUNE)
     clip_c: float = flag(1.0, "V-trace's c̄", POSITIVE_OR_INF, TUNE)

@@ -17,7 +17,6 @@ from torchbeast.base.named import make_named
 from torchbeast.base.nested import map_nested
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
-from torchbeast.core.moments import CLIP, RunningMoments
 from torchbeast.core.observations import is_image, iterate_observation, iterate_space
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
@@ -62,10 +61,14 @@ class Net(nn.Module):
         self.images = nn.ModuleList(
             encoders.ImageEncoder(space, flags.model, *sizes) for space in images
         )
-        settings = vectors, flags.model, flags.normalize_observations, *sizes
+        normalize = getattr(flags, "normalize_observations", False)
+        settings = vectors, flags.model, normalize, *sizes
         self.vector = VectorEncoder(*settings) if vectors else None
-        self.return_moments = RunningMoments(()) if flags.normalize_rewards else None
-        self.discounting = flags.discounting
+        self.return_moments: Any = None
+        if getattr(flags, "normalize_rewards", False):
+            from torchbeast.extras.moments.running import ReturnMoments  # optional
+
+            self.return_moments = ReturnMoments(flags.discounting)
         rows = rollout.example_rows(observation_space, self.distribution)
         self.explorer_states = 0
         if self.explorer is not None:
@@ -148,7 +151,7 @@ class Net(nn.Module):
         outputs = {"policy_logits": logits, "baseline": baseline}
         outputs |= fields
         if self.return_moments is not None:
-            returns = self._running_returns(rows, state[-1])
+            returns = self.return_moments.sums(rows, state[-1])
             last_return = returns[-1].masked_fill(rows["done"][-1], 0)
             state = (*state[:-1], last_return.view(1, B, 1))
             if not acting:
@@ -216,7 +219,7 @@ class Net(nn.Module):
             values = self.vector.join(self._leaves(rows)[1])
             self.vector.moments.update(joined(values, 0))
         if self.return_moments is not None:
-            returns = self._running_returns(batch, state[-1 - self.explorer_states])
+            returns = self.return_moments.sums(batch, state[-1 - self.explorer_states])
             self.return_moments.update(joined(returns[1:].flatten(), 0))
 
     def _split(self, leaves: list) -> tuple[list, list]:
@@ -231,18 +234,8 @@ class Net(nn.Module):
         leaves = iterate_observation(self.observation_space, rows["observation"])
         return self._split([x.flatten(0, 1) for x in leaves])
 
-    def _running_returns(self, rows: dict, before: torch.Tensor) -> torch.Tensor:
-        """Discounted sums [T, B] of the rewards of the episode that led to each row."""
-        sums, last = [], before[0, :, 0]  # [B]
-        for reward, done in zip(rows["reward"], rows["done"], strict=True):
-            sums.append(reward + self.discounting * last)
-            last = sums[-1].masked_fill(done, 0)
-        return torch.stack(sums)
-
     def _scale(self, reward: torch.Tensor) -> torch.Tensor:
-        if self.return_moments is None:
-            return reward
-        return (reward / self.return_moments.std).clamp(-CLIP, CLIP)
+        return self.return_moments.scale(reward) if self.return_moments else reward
 
 
 def make_model(

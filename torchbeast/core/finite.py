@@ -31,7 +31,8 @@ def find_not_finite(nested: Any, name: str) -> str | None:
 
 def bounds_rewards(flags: Any) -> bool:
     """Whether the loss gets bounded rewards, whatever the environment gives."""
-    return flags.reward_clipping == "abs_one" or flags.normalize_rewards
+    is_normalized = getattr(flags, "normalize_rewards", False)
+    return flags.reward_clipping == "abs_one" or is_normalized
 
 
 def find_cause(batch: dict[str, Any], reward_is_clipped: bool) -> str:

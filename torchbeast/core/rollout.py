@@ -39,8 +39,6 @@ RESULTS = {
     *(*FIELDS, "last_action", "truncation_value"),
     *(name for name, x in EXTRA_FIELDS.items() if x.of == "step"),
 }
-# Fields that a replay adds to a batch, see extras/replay/mixer.py.
-REPLAY_FIELDS = frozenset({"replayed", "valid"})
 
 # Recurrent state of a model: tensors [layers, batch, ...].
 State = tuple[torch.Tensor, ...]

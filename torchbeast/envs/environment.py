@@ -21,7 +21,6 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.envs import make_env
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, make_fields
-from torchbeast.envs.make_env import vector_maker
 from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
@@ -36,8 +35,9 @@ log = logging.getLogger(__name__)
 
 def example_environment(flags: argparse.Namespace, index: int = 0) -> "Environment":
     """One environment; of vector environments as many as a run has in one object."""
-    E = getattr(flags, "envs_per_actor", None)
-    env = Environment(flags, E if vector_maker(flags) else 1, index)
+    several = make_env.first("vector_maker", flags, None, index)
+    E = getattr(flags, "envs_per_actor", None) if several else 1
+    env = Environment(flags, E, index)
     make_env.first("examine", env)
     return env
 
@@ -114,7 +114,7 @@ class Environment:
         # What environments set by np.seterr() stays among them.
         self._run = contextvars.copy_context().run
         self.flags = flags
-        self.frames_per_step = make_env.frames_per_step(flags)
+        self.frames_per_step = make_env.first("frames_per_step", flags) or 1
         made = make_games, flags, num_envs, render_mode, first_index
         self.envs: Any = self._call(*made)
         self.num_envs: int = self.envs.num_envs

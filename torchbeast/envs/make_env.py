@@ -15,7 +15,13 @@ from torchbeast.base.errors import FlagError
 from torchbeast.base.named import call_named, find_object, parse_paths
 from torchbeast.envs.values import InvalidEnvironmentError, as_stack, check_mask
 
-# Parts with some of the functions make, adapt, examine, vector_maker, frames_per_step.
+# Parts that may have these functions; None: not this kind of environment.
+#   make(flags, render_mode, arguments)        makes one
+#   vector_maker(flags, render_mode, index)    returns make(num_envs), which makes
+#                                              several in one object, from this index on
+#   adapt(env, render_mode)                    replaces an object of module:Class
+#   frames_per_step(flags)                     of the emulator, if not 1
+#   examine(env)                               may warn of an Environment
 ENVS = "torchbeast.extras.envs"
 MASKS = f"{ENVS}.masks:MaskFromInfo"  # --mask_actions
 
@@ -110,18 +116,6 @@ def names_python(name: str) -> bool:
     """Whether --env is package.module:Class, not an id such as metaworld:Suite/Task."""
     _, colon, rest = name.partition(":")
     return bool(colon) and not set("-/") & set(rest)
-
-
-def vector_maker(
-    flags: argparse.Namespace, render_mode: str | None = None, index: int = 0
-) -> Callable[[int | None], Any] | None:
-    """How a part makes environments, from this number on, in one object; or None."""
-    return first("vector_maker", flags, render_mode, index)
-
-
-def frames_per_step(flags: argparse.Namespace) -> int:
-    """How many frames a step of --env has, as a part of extras/envs says."""
-    return first("frames_per_step", flags) or 1
 
 
 def first(function: str, *args: Any) -> Any:

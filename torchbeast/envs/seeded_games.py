@@ -9,9 +9,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from torchbeast.envs import extra_fields
+from torchbeast.envs import extra_fields, make_env
 from torchbeast.envs.extra_fields import GAME_OVER
-from torchbeast.envs.make_env import create_env, vector_maker
 from torchbeast.envs.values import InvalidEnvironmentError, plain_space, read
 
 
@@ -32,7 +31,7 @@ class SeededGames(gymnasium.Wrapper):
     def __init__(
         self, flags: argparse.Namespace, render_mode: str | None, index: int
     ) -> None:
-        super().__init__(create_env(flags, render_mode, index))
+        super().__init__(make_env.create_env(flags, render_mode, index))
         self._space = self.env.observation_space
         self.log_actions = getattr(flags, "sync", False)
         self.actions: list[np.ndarray] = []
@@ -81,11 +80,8 @@ class SeededGames(gymnasium.Wrapper):
 def make_games(
     flags: argparse.Namespace, num_envs: int | None, render_mode: str | None, index: int
 ) -> Any:
-    """Environments from number `index` on, which are reset in the step that ends them.
-
-    They are one object: a vector environment.
-    """
-    if make := vector_maker(flags, render_mode, index):
+    """Environments in one object, which resets those that end in the same step."""
+    if make := make_env.first("vector_maker", flags, render_mode, index):
         return make(num_envs)
     indices = range(index, index + (num_envs or 1))
     games = [partial(SeededGames, flags, render_mode, i) for i in indices]

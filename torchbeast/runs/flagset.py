@@ -121,6 +121,7 @@ def preset_flags(name: Any) -> dict[str, Any]:
     of_machine = ("precision", "atari_backend")
     defaults = {k: x.default for k, x in declared.items() if k not in of_machine}
     of_parts = {"rollouts": "fixed", "replay_ratio": 0.0, "explorer": None}
+    of_parts |= {"normalize_observations": False, "normalize_rewards": False}
     return defaults | of_parts | PRESETS[name]
 
 
@@ -137,8 +138,6 @@ def resolve(flags: Flags) -> Flags:
     for name, needs in flags.idle.items():
         raise FlagError(f"--{name} has no effect without --{needs}")
     parts.call("resolve", flags)
-    if flags.encoder and flags.normalize_observations:
-        raise FlagError("--normalize_observations has no effect with --encoder")
     if B % M or U % M:
         raise FlagError(
             f"--minibatches {M} must divide --batch_size {B}, --updates_per_batch {U}"

@@ -6,7 +6,7 @@ from gymnasium import spaces
 from nets import make_net, make_rows
 
 from torchbeast import load_agent
-from torchbeast.core.moments import RunningMoments
+from torchbeast.extras.moments.running import RunningMoments
 
 T, B, D = 6, 3, 4
 GAMMA = 0.8
