@@ -244,6 +244,7 @@ def test_box_deviation_is_limited(name):
     "space",
     [
         spaces.MultiBinary(3),
+        spaces.Tuple((spaces.Discrete(2),)),
         spaces.MultiDiscrete([[2, 3], [4, 5]]),
         spaces.Box(0, 255, (3,), np.uint8),
     ],

@@ -3,12 +3,10 @@
 tests/selfish.py has the environment that changes everything.
 """
 
-import contextlib
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import runs
-import torch
 
 from torchbeast import monobeast
 
@@ -38,26 +36,6 @@ def check_selfish(tmp_path, module, **more):
     )
     assert "2 games" in output
     assert (tmp_path / "a.mp4").stat().st_size > 0
-
-
-def test_settings_of_pytorch_are_kept_apart():
-    """Those of an environment stay in effect for it, and have none on the actor."""
-    from torchbeast.local.actors import TorchSettings
-
-    around = TorchSettings()
-    for _ in range(2):
-        with around:
-            torch.set_default_dtype(torch.float64)
-            torch.set_default_device("meta")
-        assert torch.empty(0).dtype == torch.float32
-        assert torch.empty(0).device.type == "cpu"
-        with around:
-            assert torch.empty(0).dtype == torch.float64
-            assert torch.empty(0).device.type == "meta"
-    with contextlib.suppress(ZeroDivisionError), around:
-        torch.set_default_dtype(torch.float16)
-        _ = 1 / 0
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_flood_of_output_without_a_reader(tmp_path):

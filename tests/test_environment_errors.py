@@ -12,7 +12,6 @@ from gymnasium import spaces
 from small_envs import Counter, Echo, env_flags, here
 
 from torchbeast.base.errors import FlagError, MissingPackageError
-from torchbeast.core.distributions import make_distribution
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import check_same_spaces
@@ -118,21 +117,6 @@ BOX = spaces.Box(0, 1, (2,))
 def test_an_observation_space_that_can_not_be_stored(space, words):
     with pytest.raises(InvalidEnvironmentError, match=words):
         plain_space(space)
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(0, 9, (2,), np.int32),
-        spaces.MultiDiscrete([[2, 3]]),
-        spaces.Tuple((spaces.Discrete(2),)),
-        spaces.Text(3),
-    ],
-    ids=lambda x: str(x)[:40],
-)
-def test_an_action_space_without_a_policy(space):
-    with pytest.raises(InvalidEnvironmentError, match="no policy"):
-        make_distribution(space)
 
 
 class Wider(Counter):
