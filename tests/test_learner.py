@@ -147,11 +147,17 @@ def test_what_a_flag_names_must_take_its_arguments(words, error):
         make_learner(*words)
 
 
-def test_a_run_keeps_its_optimizer():
-    learner = make_learner("--optimizer", "adam")
-    state = {**learner.state_dict(), "flags": learner.flags.as_dict()}
-    with pytest.raises(checkpoint.CheckpointError, match="--optimizer adam"):
-        make_learner("--optimizer", "rmsprop").load_state_dict(state)
+@pytest.mark.parametrize(
+    "change", [{"optimizer": "adam"}, {"replay_ratio": 1.0}, {"rollouts": "episode"}]
+)
+def test_a_run_keeps_its_optimizer_and_parts(change):
+    learner = make_learner()
+    state = {**learner.state_dict(), "flags": learner.flags.as_dict() | change}
+    (name,) = change
+    if name != "optimizer":  # its part is deleted
+        delattr(learner.flags, name)
+    with pytest.raises(checkpoint.CheckpointError, match=f"--{name}"):
+        learner.load_state_dict(state)
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
