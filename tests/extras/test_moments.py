@@ -5,7 +5,8 @@ import torch
 from gymnasium import spaces
 from nets import make_net, make_rows
 
-from torchbeast import load_agent
+from torchbeast import load_agent, monobeast
+from torchbeast.base.errors import FlagError
 from torchbeast.extras.moments.running import RunningMoments
 
 T, B, D = 6, 3, 4
@@ -157,3 +158,9 @@ def test_a_run_keeps_its_moments(tmp_path, more):
     action, state = agent.act(observation, state, reward=-0.1)
     assert action.shape == (1,)
     assert state.core[-1].item() == pytest.approx(-0.1)
+
+
+def test_an_encoder_of_your_own_gets_the_values_as_they_are():
+    encoder = "examples.exploration.encoders.minigrid_encoder:MiniGrid"
+    with pytest.raises(FlagError, match="no effect with --encoder"):
+        monobeast.make_flags(["--encoder", encoder, "--normalize_observations"])
