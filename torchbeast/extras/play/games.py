@@ -162,14 +162,13 @@ def _play_rows(
         stack.callback(lambda: video.close())
     envs: dict[int, Environment] = {}
     for i, (number, *_) in waiting.items():
-        index = first_env + number
-        envs[i] = Environment(flags, None, index, render, TorchSettings())
+        settings = first_env + number, render, TorchSettings()
+        envs[i] = Environment(flags, None, *settings)
         stack.callback(envs[i].close)
         if flags.wrapper:  # a first reset may differ from all later ones, see Staggered
             envs[i].initial()
             steps += 1
-        if index == FIRST_ENV[TEST_STREAM]:
-            make_env.first("examine", envs[i])
+        make_env.first("examine", envs[i])
     first = next(iter(envs.values()))
     N = first.num_envs  # agents of a game: rows of the batch for each
     spaces = first.observation_space, first.action_space
