@@ -176,6 +176,7 @@ def test_a_run_without_a_name_gets_one(monkeypatch, tmp_path):
     def begin(*words):
         typed = flagset.read(monobeast.make_parser(), words)
         with start.begin(typed, monobeast.resolve_layout) as begun:
+            assert {"precision", "num_buffers"} <= {*begun.left_open}
             return begun.flags
 
     flags = begin()

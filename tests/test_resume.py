@@ -4,6 +4,7 @@ MonoBeast's main() runs in this process and ends before it starts actors.
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import logging
@@ -157,6 +158,9 @@ def test_what_a_changed_checkpoint_names_is_not_used(savedir, fails):
         name, value = list(changes.items())[-1]
         message = fails(savedir, "--xpid a --total_steps 40")
         assert f"{path} names --{name} {value}, which may run code" in message
+        typed = flagset.read(monobeast.make_parser(), ["--mode=test"])
+        tested = flagset.merge(typed, {"flags": original["flags"] | changes})
+        assert getattr(tested, name) is None, "a test does not need it"
     assert not mark.exists()
 
 
@@ -239,7 +243,25 @@ def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
     assert not (tmp_path / "b").exists()
 
 
-# --- From script to script ---
+# --- On another machine, by another script ---
+
+
+def flags_of(savedir, script, line):
+    """The flags of a start that goes on to step 40."""
+    words = ["--savedir", str(savedir), "--xpid", "a", "--total_steps", "40"]
+    typed = flagset.read(script.make_parser(), [*words, *shlex.split(line)])
+    with start.begin(typed, script.resolve_layout) as found:
+        return found.flags
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_was_left_open_is_chosen_again_except_with_sync(savedir, sync):
+    """Numbers of threads change rounding."""
+    path = savedir / "a" / "model.tar"
+    saved = torch.load(path, weights_only=True)
+    saved["flags"] |= {"sync": sync, "torch_threads": 77, "num_buffers": 6}
+    torch.save(saved | {"flags_left_open": ["torch_threads"], "actors": [1]}, path)
+    assert (flags_of(savedir, monobeast, "").torch_threads == 77) == sync
 
 
 def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch):
@@ -255,13 +277,7 @@ def test_the_way_to_the_environments_never_refuses_a_resume(savedir, monkeypatch
     saved["flags_signature"] = trust.sign(saved["flags"])
     torch.save(saved, path)
 
-    def begin(script, line):
-        words = ["--savedir", str(savedir), "--xpid", "a", "--total_steps", "40"]
-        argv = [*words, *shlex.split(line)]
-        typed = flagset.read(script.make_parser(), argv)
-        with start.begin(typed, script.resolve_layout) as found:
-            return found.flags
-
+    begin = functools.partial(flags_of, savedir)
     monkeypatch.setattr(polybeast, "num_cpus", lambda: 2)
     flags = begin(polybeast, "")
     assert (flags.listen, flags.num_servers, flags.num_actors) == (None, 2, 2)
