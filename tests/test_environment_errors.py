@@ -110,6 +110,8 @@ BOX = spaces.Box(0, 1, (2,))
     [
         (spaces.Box(0, 1, (2,), np.longdouble), "not supported"),
         (spaces.MultiDiscrete([[2, 3], [4, 5]]), "MultiDiscrete of one dimension"),
+        (spaces.Discrete(10**9), "at most 262144 options"),
+        (spaces.MultiDiscrete([2, 10**9]), "at most 262144 options"),
         (spaces.Dict(a=BOX, b=spaces.Tuple([spaces.Text(5)])), r"space Text\("),
     ],
     ids=lambda x: str(x)[:40],

@@ -18,6 +18,7 @@ from torchbeast.base.nested import Nested
 # Parts of a Dict observation: which actions are possible now; which agent of a game the
 # row is of. The steps of a row whose agent is absent do not count: the part is zero.
 MASK, AGENT = "action_mask", "agent_one_hot"
+MOST_OPTIONS = 2**18  # each is an input or output of the model
 
 
 class InvalidEnvironmentError(UserError, ValueError):
@@ -72,9 +73,11 @@ def plain_space(space: Any) -> spaces.Space:
             return as_stack(space)
         case spaces.Box() if space.dtype.kind in "biuf" and space.dtype.itemsize <= 8:
             return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
-        case spaces.Discrete():
+        case spaces.Discrete() if space.n <= MOST_OPTIONS:
             return spaces.Discrete(int(space.n), start=int(space.start))
-        case spaces.MultiDiscrete() if space.nvec.ndim == 1:
+        case spaces.MultiDiscrete() if (
+            space.nvec.ndim == 1 and space.nvec.max() <= MOST_OPTIONS
+        ):
             return spaces.MultiDiscrete(space.nvec, space.dtype.type, start=space.start)
         case spaces.MultiBinary():
             return spaces.MultiBinary(space.n)
@@ -85,7 +88,8 @@ def plain_space(space: Any) -> spaces.Space:
             return spaces.Tuple([plain_space(part) for part in space.spaces])
     raise InvalidEnvironmentError(
         f"the space {space!r} is not supported. Allowed are Box of numbers of at most "
-        "64 bits, Discrete, MultiDiscrete of one dimension, MultiBinary, Dict, Tuple"
+        "64 bits, Discrete, MultiDiscrete of one dimension, MultiBinary, Dict and "
+        f"Tuple; each choice has at most {MOST_OPTIONS} options"
     )
 
 
