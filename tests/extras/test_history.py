@@ -35,7 +35,8 @@ def test_checkpoints_are_kept(tmp_path):
 
 
 def test_with_sync_the_games_are_saved_too(tmp_path):
-    runs.run(tmp_path, "a", **runs.SMALL, sync=True, checkpoint_history=2)
+    output = runs.run(tmp_path, "a", **runs.SMALL, sync=True, checkpoint_history=2)
+    assert output.count("Saved ") == 2
     folder = tmp_path / "a"
     first = kept(folder)[0]
     assert first < 600

@@ -52,7 +52,7 @@ def test_it_equals_one_actor_and_each_resumes_the_other(tmp_path, monkeypatch):
     slow.unlink()
     assert len(runs.read_logs(tmp_path, "parts")) < 40
     assert "Resuming at step" in runs.run(tmp_path, "parts", total_steps=600)
-    runs.run(tmp_path, "serial", **flags, serial=True)
+    runs.run(tmp_path, "serial", **{**flags, "num_actors": 2}, serial=True)
     whole, parts, serial = (
         runs.logs(tmp_path, xpid) for xpid in ("whole", "parts", "serial")
     )
@@ -84,14 +84,14 @@ def test_breakpoints_stop(tmp_path, place):
             **runs.environment(),
             "PYTHONPATH": f"{runs.ROOT}:{runs.ROOT}/tests:{tmp_path}",
         },
-        input="p 6 * 7\nc\n" * 3,
+        input="p __import__('threading').current_thread().name\nc\n" * 3,
         capture_output=True,
         text=True,
         check=False,
         timeout=runs.patience(100),
     )
     assert done.returncode == 0, done.stderr
-    assert "(Pdb) 42" in done.stdout
+    assert "(Pdb) 'MainThread'" in done.stdout
     assert "Finished at step 30" in done.stderr
 
 
