@@ -315,7 +315,9 @@ def train(start: Start, *attach: Callable[[Run], Any], until: int | None = None)
         run.stack.callback(log_timings, run, actors)  # at the end, after close
         run.stack.callback(actors.close)
         rows = map_nested(torch.Tensor.numpy, buffers["rows"])
-        actors = run.guests.wrap(actors, rows)
+        for guest in run.guests:
+            if hasattr(guest, "actors"):  # it records their order, or repeats one
+                actors = guest.actors(actors, rows)
         loop = in_rounds if flags.sync else at_once
         loop(run, actors, learn_from)
     return run.exit_status

@@ -4,9 +4,13 @@ import pstats
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import runs
+
+from torchbeast.base.errors import FlagError
+from torchbeast.extras import serial
 
 ONE = {**runs.SMALL, "num_actors": 1, "batch_size": 3}
 BEFORE = {
@@ -58,6 +62,11 @@ def test_it_equals_one_actor_and_each_resumes_the_other(tmp_path, monkeypatch):
     )
     assert len(whole) == 40
     assert whole == parts == serial
+
+
+def test_polybeast_has_no_actors_to_replace():
+    with pytest.raises(FlagError, match="--serial is for MonoBeast"):
+        serial.resolve(types.SimpleNamespace(serial=True))
 
 
 def test_without_sync_it_learns_from_all_rollouts(tmp_path):

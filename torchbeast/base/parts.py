@@ -87,12 +87,6 @@ class Guests(list[Any]):
         """Calls a method of all guests that have it; returns what they return."""
         return [getattr(x, method)(*args) for x in self if hasattr(x, method)]
 
-    def wrap(self, actors: Any, rows: Any) -> Any:
-        """Lets each guest replace the actors."""
-        for guest in self:
-            actors = getattr(guest, "actors", lambda x, rows: x)(actors, rows)
-        return actors
-
     def close(self, status: int) -> None:
         """Closes them, the last one first: it may have a file that others watch."""
         for guest in [x for x in self[::-1] if hasattr(x, "close")]:

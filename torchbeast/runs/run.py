@@ -150,13 +150,11 @@ class Run:
         with self._turn:
             # With --sync the last round is learned from completely.
             finished = learner.step >= self.last_step or self.all_stop
-            if finished and not self.flags.sync:
-                yield False
-                return
-            if number := ranks.highest(self._signal):
+            finished = finished and not self.flags.sync
+            if not finished and (number := ranks.highest(self._signal)):
                 self._signal, self.all_stop = self._signal or number, True
             with self.lock:
-                if learner.diverged:
+                if finished or learner.diverged:
                     yield False
                     return
                 if not self.timings.seconds:
