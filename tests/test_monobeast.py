@@ -10,6 +10,8 @@ import pytest
 import runs
 import torch
 
+from torchbeast import monobeast
+
 SYNC = {**runs.SMALL, "sync": True}
 
 
@@ -39,6 +41,16 @@ def test_run_files(savedir):
     )
     assert saved["flags"]["unroll_length"] == runs.SMALL["unroll_length"]
     assert "Finished at step 600" in (path / "out.log").read_text()
+
+
+def test_defaults_of_pytorch_that_no_run_can_have(savedir, caplog):
+    torch.set_default_dtype(torch.float64)  # as in a notebook
+    try:
+        assert monobeast.main(runs.command(savedir, "a", **runs.SMALL)[3:]) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "default dtype and device are (torch.float64, 'cpu')" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("use_lstm", [None, True])

@@ -165,7 +165,7 @@ print(json.dumps(code.provenance()["git"]))
 """
 
 
-def test_git_state(tmp_path):
+def test_git_state(tmp_path, monkeypatch):
     def state():
         result = run_python(GIT_STATE, tmp_path)
         assert result.returncode == 0, result.stderr
@@ -178,4 +178,6 @@ def test_git_state(tmp_path):
     commit = git("rev-parse", "HEAD")
     assert state() == {"commit": commit, "dirty": False}
     (tmp_path / "README").write_text("two\n")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a hook of another repository
+    monkeypatch.setenv("GIT_WORK_TREE", "/")
     assert state() == {"commit": commit, "dirty": True}

@@ -50,6 +50,13 @@ def _device(flags: argparse.Namespace, name: str, gpu: int) -> torch.device:
     return device
 
 
+def check_defaults() -> None:
+    """Raises FlagError if the caller's process has changed PyTorch's defaults."""
+    found = torch.get_default_dtype(), torch.empty(0).device.type
+    if found != (torch.float32, "cpu"):
+        raise FlagError(f"PyTorch's default dtype and device are {found}: reset them")
+
+
 def fast_bf16(device: torch.device) -> bool:
     """Whether the device has bfloat16 matrix instructions."""
     if device.type == "cuda":

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torchbeast", "torch", "numpy", "gymnasium", "ale-py", "minatar")
 # Flags that name code as MODULE:NAME.
 CODE_FLAGS = ("env", "wrapper", "encoder", "core", "explorer", "loss")
+# Set in hooks of git, for example. They would name another repository.
+OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR"}
 MAX_BYTES = 5_000_000  # of code.patch, and of sources
 
 
@@ -108,7 +110,8 @@ def differences(values: dict[str, Any]) -> dict[str, Any]:
 def _run_git(*words: str, **variables: str) -> bytes:
     """What git prints about this folder. Raises OSError or SubprocessError."""
     command = ["git", "-C", os.path.dirname(__file__), *words]
-    env, no = {**os.environ, **variables}, subprocess.DEVNULL
+    env = {k: x for k, x in os.environ.items() if k not in OTHER_REPOSITORY}
+    env, no = env | variables, subprocess.DEVNULL
     return subprocess.check_output(command, stderr=no, timeout=10, env=env)
 
 

@@ -92,8 +92,10 @@ def begin(
 
     resolve_layout fills in the flags that only one variant has, and checks them.
     """
+    from torchbeast.base import devices
     from torchbeast.runs import checkpoint
 
+    devices.check_defaults()
     flags = flagset.merge(typed)
     if flags.suppress_logs:
         print_warnings_only()
