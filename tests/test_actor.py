@@ -80,15 +80,6 @@ def test_unrolls_are_what_the_model_and_the_environments_give(parts):
     np.testing.assert_array_equal(env_row["done"], rows["done"][T])
 
 
-def test_other_slots_are_left_alone(parts):
-    buffers = parts[-1]
-    buffers["rows"]["reward"].fill_(-9.0)
-    make_actor(parts).unroll([6, 1, 3])
-    left = [0, 2, 4, 5, 7]
-    assert (buffers["rows"]["reward"][left] == -9).all()
-    assert (buffers["rows"]["reward"][[6, 1, 3]] != -9).all()
-
-
 class Noisy(Net):
     """Draws from PyTorch's global generator, as docs/forking.md allows."""
 

@@ -55,23 +55,6 @@ def oracle(space, logits):
 
 
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.parametrize("leading", [(), (B,), (T, B)])
-def test_shapes_and_dtypes(name, leading):
-    space = SPACES[name]
-    distribution = make_distribution(space)
-    logits = torch.randn(*leading, distribution.num_logits)
-    assert distribution.action_shape == space.shape
-    for action in (distribution.sample(logits), distribution.mode(logits)):
-        assert action.shape == (*leading, *space.shape)
-        assert action.dtype == distribution.action_dtype
-        assert distribution.log_prob(logits, action).shape == leading
-        features = distribution.features(action)
-        assert features.shape == (*leading, distribution.num_features)
-        assert features.dtype == torch.float32
-    assert distribution.entropy(logits).shape == leading
-
-
-@pytest.mark.parametrize("name", SPACES)
 def test_samples_belong_to_the_generator(name):
     distribution = make_distribution(SPACES[name])
     logits = torch.randn(T, B, distribution.num_logits)

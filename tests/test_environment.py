@@ -313,16 +313,6 @@ def test_atari_truncation_on_both_paths(monkeypatch):
     assert python.final_observation is None
 
 
-def test_initial_starts_new_games():
-    envs = Environment(env_flags("CartPole-v1"), 2)
-    envs.initial()
-    envs.step(np.zeros(2, np.int64))
-    row = envs.initial()
-    assert row["done"].all()
-    expected, _ = gymnasium.make("CartPole-v1").reset(seed=game_seed(3, 1, 1))
-    np.testing.assert_array_equal(row["observation"][1], expected)
-
-
 @pytest.mark.parametrize("name", ["Suite-A/Task", "Suite-A/Task-v2", "Task-B-v3"])
 def test_an_id_that_a_module_registers(name):
     """With a version or, as Meta-World's, without."""
