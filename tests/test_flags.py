@@ -326,20 +326,10 @@ def test_every_number_has_a_range():
 # --- Resuming ---
 
 
-def test_changed_names_what_differs():
-    saved = parse("--batch_size 5 --use_lstm --num_actors 3").as_dict()
-    now = parse("--batch_size 6 --use_lstm --num_actors 3")
-    assert flagset.changed(saved, now) == {"batch_size": (5, 6)}
-    assert flagset.changed(saved, parse("--batch_size 5 --num_actors 3")) == {
-        "use_lstm": (True, False)
-    }
+def test_changed_names_what_differs_and_is_not_free():
+    saved = parse("--batch_size 5 --use_lstm").as_dict()
+    free = "--savedir /b --checkpoint_interval 3 --greedy --actor_timeout 9 --mode test"
+    now = parse(f"--batch_size 6 {free} --disable_checkpoint")
+    changes = {"batch_size": (5, 6), "use_lstm": (True, False)}
+    assert flagset.changed(saved, now) == changes
     assert flagset.changed(now.as_dict(), now) == {}
-
-
-def test_some_flags_are_free_to_change():
-    saved = parse().as_dict()
-    now = parse(
-        "--mode test --savedir /b --checkpoint_interval 3 --greedy --actor_timeout 9 "
-        "--num_test_episodes 3 --disable_checkpoint"
-    )
-    assert flagset.changed(saved, now) == {}

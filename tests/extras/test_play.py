@@ -12,7 +12,7 @@ import runs
 from nets import make_flags, make_weights
 from watched_runs import processes_of_session, wait_until
 
-from torchbeast.extras.play import Latest
+from torchbeast.extras.play import link_latest
 from torchbeast.extras.play.games import EVAL_STREAM, TEST_STREAM, play
 
 # --- Games ---
@@ -89,7 +89,7 @@ def test_greedy_games_take_the_likeliest_actions(greedy):
 
 def test_latest(tmp_path):
     for xpid in ("first", "second"):
-        Latest(tmp_path / xpid).about()
+        link_latest(tmp_path / xpid)
         assert os.readlink(tmp_path / "latest") == xpid
     assert os.listdir(tmp_path) == ["latest"]
 

@@ -1,12 +1,10 @@
-"""--mode test and test_render: plays games with a checkpoint, and writes test.json.
-
-savedir/latest links to the newest run.
-"""
+"""--mode test and test_render: plays games with a checkpoint, and writes test.json."""
 
 import contextlib
 import logging
 import os
 import statistics
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,23 +25,18 @@ class Flags(Group):
 
 
 def attach(run: Any) -> Any:
-    return Latest(run.folder)
+    # All parts have accepted the run when it calls `about`.
+    return types.SimpleNamespace(about=lambda: link_latest(run.folder))
 
 
-class Latest:
-    """savedir/latest links to the newest run, which a test without --xpid plays."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def about(self) -> dict[str, Any]:
-        """Makes the link now, when all parts have accepted the run."""
-        # A unique name, because several runs may start at the same time.
-        link = self.folder.with_name(f".latest.{os.getpid()}")
-        with contextlib.suppress(OSError):  # some file systems have no links
-            link.symlink_to(self.folder.name, target_is_directory=True)
-            link.replace(self.folder.with_name("latest"))
-        return {}
+def link_latest(folder: Path) -> dict[str, Any]:
+    """Lets savedir/latest name the newest run, which a test without --xpid plays."""
+    # A unique name, because several runs may start at the same time.
+    link = folder.with_name(f".latest.{os.getpid()}")
+    with contextlib.suppress(OSError):  # some file systems have no links
+        link.symlink_to(folder.name, target_is_directory=True)
+        link.replace(folder.with_name("latest"))
+    return {}
 
 
 def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
