@@ -79,6 +79,9 @@ class Environment(gymnasium.Env):
         while True:
             time.sleep(0.1)
 
+    def step_slowly(self) -> None:
+        time.sleep(0.3)
+
     def hold_the_lock(self) -> None:
         """Hangs in C and holds Python's lock: no other thread, no handler runs."""
         ctypes.PyDLL(None).sleep(1000)

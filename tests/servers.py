@@ -157,18 +157,6 @@ class OldGym(Coded):
         return observation, reward, terminated or truncated, info
 
 
-class Failing(Coded):
-    """Raises in its 10th step."""
-
-    def step(self, action):
-        if self.episode * 5 + self.step_number >= 9:
-            self.fall_over(action)
-        return super().step(action)
-
-    def fall_over(self, action):
-        raise ZeroDivisionError(f"the pole fell over at {action} über")
-
-
 class Counting:
     """Fast, and without an observation space."""
 
@@ -195,7 +183,7 @@ class Dying(Coded):
 
 
 ENVIRONMENTS = {
-    env.__name__: env for env in (Coded, CodedVector, OldGym, Failing, Dying, Counting)
+    env.__name__: env for env in (Coded, CodedVector, OldGym, Dying, Counting)
 }
 
 

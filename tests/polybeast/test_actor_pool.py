@@ -188,21 +188,6 @@ def test_every_row_by_name(address):
 # --- Faults ---------------------------------------------------------------------------
 
 
-def test_an_environments_exception_comes_with_its_traceback(address):
-    with (
-        ServerProcess("Failing", address),
-        Run([address] * 2, act, initial_state()) as run,
-    ):
-        error = run.error()
-    assert type(error) is RuntimeError
-    text = str(error)
-    assert address in text
-    assert re.search(r'File ".*servers\.py", line \d+, in fall_over', text)
-    assert "self.fall_over(action)" in text
-    assert "ZeroDivisionError: the pole fell over at" in text
-    assert "über" in text
-
-
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory):
     path = tmp_path_factory.mktemp("shared") / "socket"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from libtorchbeast import AsyncError, ClosedBatchingQueue, DynamicBatcher
+from libtorchbeast import AsyncError, DynamicBatcher
 
 A = 7
 
@@ -99,22 +99,3 @@ def test_faulty_inputs_are_the_callers_error():
     with pytest.raises(TypeError, match=r"\[0\].*str"):
         batcher.compute(["x"])
     assert batcher.size() == 0
-
-
-def test_close(threads):
-    batcher = DynamicBatcher()
-    waiting = threads.submit(batcher.compute, entry(0))
-    batch = next(batcher)
-    blocked = [threads.submit(list, batcher) for _ in range(3)]
-    batcher.close()
-    assert batcher.is_closed()
-    with pytest.raises(ClosedBatchingQueue):
-        waiting.result(timeout=10)
-    for consumer in blocked:
-        assert consumer.result(timeout=10) == []
-    with pytest.raises(ClosedBatchingQueue):
-        batcher.compute(entry(0))
-    with pytest.raises(RuntimeError, match="closed already"):
-        batcher.close()
-    batch.set_outputs(entry(0))  # nobody is waiting
-    assert list(batcher) == []

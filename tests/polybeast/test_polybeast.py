@@ -1,11 +1,8 @@
 """PolyBeast as a user starts it: servers and learner in real processes."""
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -228,43 +225,6 @@ def test_what_cannot_work_ends_the_run_at_once(tmp_path, small, change, words):
 
 
 # --- Apart ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_environments_dial_a_learner_and_the_next(tmp_path, small):
-    """One more environment than streams connects and waits; nothing is restarted."""
-    words = [
-        f"--env={small['env']}",
-        "--num_servers=3",
-        f"--envs_per_actor={small['envs_per_actor']}",
-        f"--join=unix:{tmp_path}/learner",
-    ]
-    environments = subprocess.Popen(
-        [sys.executable, "-m", "torchbeast.polybeast_env", *words],
-        env=runs.environment(),
-        start_new_session=True,
-    )
-    del small["num_servers"], small["pipes_basename"]
-    small |= {
-        "module": "torchbeast.polybeast_learner",
-        "listen": f"unix:{tmp_path}/learner",
-        "num_actors": 2,
-    }
-    try:
-        process = runs.start(tmp_path, "a", **small | {"total_steps": 10**9})
-        runs.wait_for_rows(process, tmp_path, "a", 5)
-        process.kill()  # saves nothing, leaves its socket
-        runs.finish(process)
-        output = runs.run(tmp_path, "b", **small)
-        assert "2 streams of 3 environments" in output
-        assert not (tmp_path / "learner").exists()
-        assert environments.poll() is None
-        environments.send_signal(signal.SIGTERM)
-        assert environments.wait(runs.patience(20)) == 128 + signal.SIGTERM
-        assert_nothing_left(environments, tmp_path)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(environments.pid, signal.SIGKILL)
 
 
 def test_servers_unless_a_flag_says_how_many(monkeypatch):
