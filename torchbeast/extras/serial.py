@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torchbeast.base.errors import FlagError
 from torchbeast.base.flag import START, Group, flag
-
-if TYPE_CHECKING:
-    from torchbeast.flags import Flags as AllFlags
-    from torchbeast.local.env_spec import EnvSpec
 
 
 class Flags(Group):
@@ -35,7 +31,7 @@ class SerialActors:
     num_learner_threads = 0
 
     @staticmethod
-    def find_env_spec(flags: AllFlags) -> EnvSpec:
+    def find_env_spec(flags: Any) -> Any:
         from torchbeast.envs.environment import example_environment
         from torchbeast.local.actors import TorchSettings
         from torchbeast.local.env_spec import spec_of
@@ -46,11 +42,11 @@ class SerialActors:
     def __init__(
         self,
         actor_class: Callable[..., Any],
-        flags: AllFlags,
-        env_spec: EnvSpec,
+        flags: Any,
+        env_spec: Any,
         buffers: dict[str, Any],
         weights: Any,
-        saved: Sequence[dict[str, Any]] | None,
+        saved: Any,
     ) -> None:
         import torch
 
