@@ -18,7 +18,6 @@ from torchbeast.core.observations import (
     flatten_leaf,
     image_size,
     is_image,
-    log_encoders,
 )
 from torchbeast.encoders import ImageEncoder
 
@@ -141,16 +140,3 @@ def test_what_counts_as_an_image(shape, images, torso):
     if math.prod(shape):
         net = make_net(space, ACTION_SPACES["discrete"], torso)
         net(make_rows(space, ACTION_SPACES["discrete"]))
-
-
-def test_the_log_says_which_encoder_each_observation_gets(caplog):
-    caplog.set_level("INFO")
-    image = spaces.Box(0, 1, (8, 8, 11), bool)
-    space = spaces.Dict({"a": image, "c": spaces.Discrete(6)})
-    net = make_net(space, ACTION_SPACES["discrete"])
-    log_encoders(net, "shallow")
-    count = sum(x.numel() for x in net.parameters())
-    assert caplog.messages == [
-        "The model: observation['a']: (8, 8, 11) → shallow; "
-        f"observation['c']: Discrete(6) → MLP; {count:,} weights."
-    ]

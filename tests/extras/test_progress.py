@@ -16,6 +16,8 @@ import types
 
 import pytest
 import runs
+from gymnasium import spaces
+from nets import ACTION_SPACES, make_net
 
 from torchbeast.extras import progress
 
@@ -86,7 +88,7 @@ def test_without_a_terminal(monkeypatch, caplog):
     counters = types.SimpleNamespace(games=3, policy_lag=1.5)
     counters.sps, counters.mean_return = (lambda: None), (lambda games: 2.5)
     learner = types.SimpleNamespace(step=40, counters=counters)
-    line = progress.attach(types.SimpleNamespace(flags=flags, learner=learner))
+    line = progress.Progress(types.SimpleNamespace(flags=flags, learner=learner))
     line.show(0, 1234, None)
     assert "of 1,000, actors' steps 1,234, waiting for an update" in caplog.text
     caplog.clear()
@@ -98,3 +100,16 @@ def test_without_a_terminal(monkeypatch, caplog):
     flags.total_steps = 10**18
     line.show(4, 2345, None)
     assert "Step 60 of 1,000,000,000,000,000,000" in caplog.text
+
+
+def test_the_log_says_which_encoder_each_observation_gets(caplog):
+    caplog.set_level("INFO")
+    image = spaces.Box(0, 1, (8, 8, 11), bool)
+    space = spaces.Dict({"a": image, "c": spaces.Discrete(6)})
+    net = make_net(space, ACTION_SPACES["discrete"])
+    progress.log_encoders(net, "shallow")
+    count = sum(x.numel() for x in net.parameters())
+    assert caplog.messages == [
+        "The model: observation['a']: (8, 8, 11) → shallow; "
+        f"observation['c']: Discrete(6) → MLP; {count:,} weights."
+    ]

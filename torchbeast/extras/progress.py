@@ -8,6 +8,9 @@ import sys
 import time
 from typing import Any
 
+from torchbeast.base.nested import with_places
+from torchbeast.envs.values import parts_of
+
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 5.0  # between two status lines, if there is no terminal
@@ -15,7 +18,20 @@ MOST_SECONDS_LEFT = 1e9  # to show; timedelta can't hold any number
 
 
 def attach(run: Any) -> Progress:
+    log_encoders(run.learner.model, run.flags.model)
     return Progress(run)
+
+
+def log_encoders(model: Any, torso: str) -> None:
+    """Logs which encoder each observation gets, and the number of weights."""
+    is_image = getattr(model, "is_image", [])  # of another model: only the weights
+    leaves = with_places(parts_of(model.observation_space), "observation")
+    parts = [
+        f"{place}: {getattr(leaf, 'shape', None) or leaf} → {torso if image else 'MLP'}"
+        for (place, leaf), image in zip(leaves, is_image, strict=False)
+    ]
+    count = sum(x.numel() for x in model.parameters())
+    log.info("The model: %s.", "; ".join([*parts, f"{count:,} weights"]))
 
 
 class Progress:

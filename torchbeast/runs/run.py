@@ -25,7 +25,6 @@ import torch
 
 from torchbeast.base import errors, parts, ranks
 from torchbeast.core.columns import join_columns, spread
-from torchbeast.core.observations import log_encoders
 from torchbeast.core.timings import Timings
 from torchbeast.procs import processes
 from torchbeast.procs.threads import Threads
@@ -66,7 +65,6 @@ class Run:
         ranks.copy_first(learner.model.state_dict().values())
         if learner.device.type == "cpu":
             torch.set_num_threads(self.flags.torch_threads)
-        log_encoders(learner.model, self.flags.model)
         self.stack = contextlib.ExitStack()  # closed after the last checkpoint
         self.timings = Timings()  # of the learner threads, inside `updating`
         self.shares: dict[str, Any] = {}  # of the time of each part, for meta.json
