@@ -122,13 +122,14 @@ class ActorPool {
   ~ActorPool();
   ActorPool(const ActorPool&) = delete;
 
-  // Runs until close() is called or the queue or the batcher is closed. To be called
-  // once. Whatever goes wrong with one peer costs its stream only. The batcher's inputs
-  // share memory with the rollout: inference must not write into them. Who answers a
-  // batch may send its actions, and put a rollout into the queue, in that call; who
-  // makes room in the queue may send actions, too. They never wait there. Throws the
-  // first error that ends the run, after it has closed the queue and the batcher: what
-  // options.check throws, and
+  // Runs until close() is called or the queue or the batcher is closed; without
+  // servers, also until the listener is closed. To be called once. Whatever goes wrong
+  // with one peer costs its stream only. The batcher's inputs share memory with the
+  // rollout: inference must not write into them. Who answers a batch may send its
+  // actions, and put a rollout into the queue, in that call; who makes room in the
+  // queue may send actions, too. They never wait there. Throws the first error that
+  // ends the run, after it has closed the queue and the batcher: what options.check
+  // throws, and
   //   std::invalid_argument  the agent's outputs don't fit; says where
   //   AsyncError             inference failed
   void run();

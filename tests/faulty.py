@@ -17,6 +17,7 @@ import ctypes
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -80,7 +81,11 @@ class Environment(gymnasium.Env):
             time.sleep(0.1)
 
     def step_slowly(self) -> None:
+        """With a timer."""
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
         time.sleep(0.3)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
     def hold_the_lock(self) -> None:
         """Hangs in C and holds Python's lock: no other thread, no handler runs."""

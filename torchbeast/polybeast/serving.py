@@ -79,6 +79,7 @@ def _watch(
     signals = processes.WakePipe()
     signals.wake_on_signals()
     main, steps = threading.get_ident(), 0
+    is_due = Seldom(supervisor.BEAT_SECONDS / 2)  # environments may have timers
 
     def is_stuck() -> bool:
         nonlocal steps
@@ -91,7 +92,7 @@ def _watch(
         while pipe not in (ready := connection.wait([pipe, signals.reader], seconds)):
             if ready and signal.SIGTERM in signals.drain():
                 break
-            if not ready and not is_stuck():
+            if is_due() and not is_stuck():
                 send(("beat", server.stats().get("num_streams")))
         # A second before the supervisor kills the process: it can name what hangs.
         server.stop(supervisor.STOP_SECONDS - 1)

@@ -113,6 +113,7 @@ class Supervisor:
             how = f"has failed: {error}"
         child.pipe.close()  # like SIGTERM, if it is still there
         self.group.end(STOP_SECONDS, [child])
+        self.beats.restart(child)  # forgets it
         if server.is_ready and now - server.since > HEALTHY_SECONDS:
             server.crashes = -1
         self._start_later(server, how)
