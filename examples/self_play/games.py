@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from examples.self_play import players
+from torchbeast.base.errors import using
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,20 @@ class SelfPlay(gymnasium.Env):
         trust: bool = False,
         against: str | None = None,
     ) -> None:
-        self.folder, self.history = pathlib.Path(folder).expanduser(), history
+        with using("SelfPlay's --env_kwargs"):
+            if not (0 <= newest <= 1 and 0 <= greedy <= 1 and hard >= 0 < history):
+                raise ValueError(
+                    "newest and greedy are in [0, 1], history is 1 or more"
+                )
+            self.folder = pathlib.Path(folder).expanduser()
+            self.game = importlib.import_module(game).raw_env()
+            self.seats = list(self.game.possible_agents)
+            parts = self.game.observation_space(self.seats[0]).spaces
+            if len(self.seats) != 2 or "action_mask" not in parts:
+                raise ValueError(f"{game} is not for two agents with an action_mask")
+        self.history = history
         self.newest, self.hard, self.greedy = newest, hard, greedy
         self.trust, self.against = trust, against
-        self.game = importlib.import_module(game).raw_env()
-        self.seats = list(self.game.possible_agents)
-        parts = self.game.observation_space(self.seats[0]).spaces
         number = spaces.Discrete(history + 1)
         self.observation_space = spaces.Dict({**parts, "opponent": number})
         self.action_space = self.game.action_space(self.seats[0])

@@ -12,6 +12,7 @@ import torch
 from nets import make_flags, make_weights
 
 from examples.self_play.games import SelfPlay, kept
+from torchbeast.base.errors import FlagError
 from torchbeast.runs import checkpoint
 
 connect_four = pytest.importorskip("pettingzoo.classic.connect_four_v3")
@@ -97,6 +98,18 @@ def test_a_file_of_somebody_else_is_not_trusted(tmp_path, caplog):
     assert env.reset(seed=1)[0]["opponent"] == 0
     assert "you have not signed it" in caplog.text
     assert make(tmp_path).reset(seed=1)[0]["opponent"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"newest": 2}, {"greedy": "x"}, {"history": 0}, {"game": "no_such_game"}),
+        *({"game": "pettingzoo.classic.texas_holdem_v9"}, {"game": "math"}),
+    ],
+)
+def test_arguments_that_can_not_work(tmp_path, wrong):
+    with pytest.raises(FlagError, match=r"^SelfPlay's --env_kwargs: "):
+        make(tmp_path, **wrong)
 
 
 def test_a_checkpoint_of_another_game_is_left_out(tmp_path, caplog):
