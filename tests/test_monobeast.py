@@ -10,7 +10,8 @@ import pytest
 import runs
 import torch
 
-from torchbeast import monobeast
+from torchbeast import load_agent, monobeast
+from torchbeast.base.errors import FlagError
 
 SYNC = {**runs.SMALL, "sync": True}
 
@@ -47,6 +48,8 @@ def test_defaults_of_pytorch_that_no_run_can_have(savedir, caplog):
     torch.set_default_dtype(torch.float64)  # as in a notebook
     try:
         assert monobeast.main(runs.command(savedir, "a", **runs.SMALL)[3:]) == 1
+        with pytest.raises(FlagError, match="default dtype and device"):
+            load_agent(savedir)
     finally:
         torch.set_default_dtype(torch.float32)
     assert "default dtype and device are (torch.float64, 'cpu')" in caplog.text

@@ -26,7 +26,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from torchbeast.base import parts
+from torchbeast.base import devices, parts
 from torchbeast.base.flag import FlagParser
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.core.acting import Choose, act_step, prepare_to_act, to_tensors
@@ -195,6 +195,7 @@ def load_agent(path: str | os.PathLike[str], trust_env: bool = False) -> Agent:
       UntrustedError: it names code, and is not a checkpoint of your own runs.
       UserError: the environment can't be made.
     """
+    devices.check_defaults()
     file = Path(path).expanduser()
     file = file / "model.tar" if file.is_dir() else file
     saved = checkpoint.load(file)
