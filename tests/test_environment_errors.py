@@ -113,6 +113,8 @@ BOX = spaces.Box(0, 1, (2,))
         (spaces.Discrete(10**9), "at most 262144 options"),
         (spaces.MultiDiscrete([2, 10**9]), "at most 262144 options"),
         (spaces.Dict(a=BOX, b=spaces.Tuple([spaces.Text(5)])), r"space Text\("),
+        (spaces.Dict({0: BOX}), "Dict by names"),
+        (spaces.Dict(), "Dict by names"),
     ],
     ids=lambda x: str(x)[:40],
 )
@@ -139,6 +141,12 @@ def test_actors_with_other_spaces(tmp_path, monkeypatch):
     output = runs.run(tmp_path, "a", **flags, status=1)
     assert "all instances need the same spaces, but one has the action_s" in output
     assert "Traceback" not in output
+
+
+def test_instances_of_one_actor_with_other_spaces(tmp_path, monkeypatch):
+    monkeypatch.setenv("MADE", str(tmp_path / "made"))
+    with pytest.raises(InvalidEnvironmentError, match=r"action_space=Box\(-2.*Box\(-1"):
+        Environment(env_flags(here(Wider)), 2)
 
 
 class Int32(Counter):

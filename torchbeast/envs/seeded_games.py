@@ -86,7 +86,12 @@ def make_games(
     indices = range(index, index + (num_envs or 1))
     games = [partial(SeededGames, flags, render_mode, i) for i in indices]
     same_step = gymnasium.vector.AutoresetMode.SAME_STEP
-    return gymnasium.vector.SyncVectorEnv(games, autoreset_mode=same_step)
+    try:
+        return gymnasium.vector.SyncVectorEnv(games, autoreset_mode=same_step)
+    except RuntimeError as error:
+        if "single_" not in str(error):  # else two of them differ in a space
+            raise
+        raise InvalidEnvironmentError(f"--env {flags.env}: {error}") from error
 
 
 def check_same_spaces(name: str, first: Any, other: Any) -> None:

@@ -81,15 +81,15 @@ def plain_space(space: Any) -> spaces.Space:
             return spaces.MultiDiscrete(space.nvec, space.dtype.type, start=space.start)
         case spaces.MultiBinary():
             return spaces.MultiBinary(space.n)
-        case spaces.Dict():
+        case spaces.Dict() if {*map(type, space.spaces)} == {str}:
             parts = space.spaces.items()
             return spaces.Dict([(key, plain_space(part)) for key, part in parts])
         case spaces.Tuple():
             return spaces.Tuple([plain_space(part) for part in space.spaces])
     raise InvalidEnvironmentError(
         f"the space {space!r} is not supported. Allowed are Box of numbers of at most "
-        "64 bits, Discrete, MultiDiscrete of one dimension, MultiBinary, Dict and "
-        f"Tuple; each choice has at most {MOST_OPTIONS} options"
+        "64 bits, Discrete, MultiDiscrete of one dimension, MultiBinary, Tuple, and "
+        f"Dict by names; each choice has at most {MOST_OPTIONS} options"
     )
 
 

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from torchbeast.base import parts
-from torchbeast.base.flag import COUNT, FREE, START, Group, flag
+from torchbeast.base.flag import FREE, START, Group, Range, flag
 
 log = logging.getLogger(__name__)
+
+GAMES = Range(1, 10**6, "at least 1 and at most 1,000,000")
 
 
 # fmt: off
 class Flags(Group):
     title = "test"
-    num_test_episodes: int = flag(10, "games to play", COUNT, START)
+    num_test_episodes: int = flag(10, "games to play", GAMES, START)
     checkpoint: str = flag("model.tar", "of the run, such as model.best.tar", START)
     greedy: bool = flag(False, "take the most likely action, also in evaluations", FREE)
 # fmt: on
