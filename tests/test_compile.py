@@ -41,6 +41,7 @@ def test_the_compiled_update_equals_the_other():
 
 
 def test_a_missing_compiler_is_one_message(monkeypatch):
+    torch.compiler.reset()  # what other tests have compiled
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/c++"))
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     with pytest.raises(FlagError, match=r"can't compile: .*/nowhere"):
