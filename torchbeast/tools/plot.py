@@ -67,10 +67,10 @@ def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
       ValueError: the run lacks a column; the message lists its columns.
     """
     for name in (X_AXES[x][0], y):
-        if name not in run.columns:
+        if name not in run.header:
             raise ValueError(
                 f"run {run.name!r} has no column {name!r}. "
-                f"Its columns: {', '.join(run.columns) or 'none yet'}."
+                f"Its columns: {', '.join(run.header) or 'none yet'}."
             )
     xs = run.wall_clock() / 3600 if x == "time" else run.columns[X_AXES[x][0]]
     if y.startswith("eval_"):  # a later row has the result, see evaluator.py
@@ -181,7 +181,8 @@ def make_parser() -> argparse.ArgumentParser:
 def plot(flags: argparse.Namespace) -> pathlib.Path:
     """Draws what the flags ask for. Returns the file."""
     savedir = flags.savedir.expanduser()
-    runs = read_runs(flags.xpids, savedir)
+    wanted = {"step", "eval_step", "_time", X_AXES[flags.x][0], *flags.y}
+    runs = read_runs(flags.xpids, savedir, wanted)
     if grouped := flags.group or flags.iqm:
         groups.check_protocols(groups.by_name(runs))
     common, own = protocol.split_common(run.protocol() for run in runs)

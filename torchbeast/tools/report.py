@@ -28,6 +28,7 @@ from torchbeast.tools import groups, protocol
 from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.tools.saved_runs import SavedRun, read_runs
 
+COLUMNS = {"step", "_time", "games", "mean_game_return_100"}
 References = dict[str, tuple[float, float]]  # per task, what counts as 0 and as 1
 
 
@@ -192,10 +193,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("give either runs, or --method NAME RUN [RUN ...]")
     try:
         savedir, rows = arguments.savedir.expanduser(), []
-        runs = read_runs(arguments.xpids, savedir)
+        runs = read_runs(arguments.xpids, savedir, COLUMNS)
         named = groups.by_name(runs) if arguments.group else {}
         for name, *xpids in arguments.method:
-            named.setdefault(name, []).extend(read_runs(xpids, savedir))
+            named.setdefault(name, []).extend(read_runs(xpids, savedir, COLUMNS))
         for run in [] if named else runs:
             with using(f"meta.json or test.json of {run.name}", "is damaged"):
                 rows.append(table_row(run))
