@@ -260,6 +260,8 @@ def test_a_machine_that_does_not_answer_delays_the_others_little(tmp_path, caplo
     assert f"{address} can't be used for now: " in caplog.text
     words = [f"--pipes_basename=unix:{tmp_path}/s", "--connect_timeout=0.3"]
     envs = RemoteEnvs(flagset.parse(parser, [*words, "--num_actors=1"]), seed=1)
+    ask = envs._ask
+    envs._ask = lambda *words: time.sleep(0.5) or ask(*words)  # longer than the time
     begun = time.monotonic()
     words = r"within 0\.3 s \(--connect_timeout\): no "
     with pytest.raises(TransportError, match=words):

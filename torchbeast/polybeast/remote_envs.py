@@ -200,8 +200,7 @@ class RemoteEnvs:
         while True:
             failed: dict[str, Exception] = {}
             for where in places:
-                if check_servers():
-                    deadline = time.monotonic() + limit
+                are_starting = check_servers()
                 try:
                     if is_first and not self.listener and security.is_off(where):
                         raise libtorchbeast.TransportError(f"{where} is not reachable")
@@ -214,6 +213,8 @@ class RemoteEnvs:
                     return env
                 finally:
                     self.report()
+                    if are_starting:  # not before, because asking takes time, too
+                        deadline = time.monotonic() + limit
             final = [error for error in failed.values() if is_final(error)]
             is_late = time.monotonic() > deadline
             if final and (is_late or len(final) == len(failed)):
