@@ -17,6 +17,8 @@ from torchbeast.core.distributions import make_distribution
 from torchbeast.extras.explorer.method import make_method
 from torchbeast.learner import learn
 from torchbeast.monobeast import make_parser
+from torchbeast.runs import flagset
+from torchbeast.runs.trust import UntrustedError
 
 VARIANTS = "torchbeast.monobeast", "torchbeast.polybeast"
 COUNTS, RANDOM = "examples.exploration.counts:Counts", "examples.exploration.rnd:RND"
@@ -250,11 +252,6 @@ def test_what_is_not_finite_ends_the_run(tmp_path, method):
 
 @pytest.mark.parametrize("flag", ["explorer", "encoder", "loss"])
 def test_a_checkpoint_may_not_name_code(flag):
-    from torchbeast.base.flag import CODE_FLAGS
-    from torchbeast.runs import trust
-
-    assert flag in CODE_FLAGS
-    values = {flag: "evil:Class"}
-    assert trust.risky(make_parser().declared, values) == values
-    with pytest.raises(trust.UntrustedError, match="evil:Class"):
-        trust.check("meta.json", False, make_parser().declared, values, {})
+    typed = flagset.read(make_parser(), ["--env", "CartPole-v1"])
+    with pytest.raises(UntrustedError, match=f"x.tar names --{flag} evil:Class"):
+        flagset.merge(typed, {"flags": {flag: "evil:Class"}}, "x.tar")
