@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import runs
+import torch
 from gymnasium import spaces
 from small_envs import Counter, Echo, env_flags, here
 
@@ -15,7 +16,7 @@ from torchbeast.base.errors import FlagError, MissingPackageError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import check_same_spaces
-from torchbeast.envs.values import InvalidEnvironmentError, plain_space
+from torchbeast.envs.values import InvalidEnvironmentError, plain_space, read
 from torchbeast.local.env_spec import spec_of
 
 # --- What can't be made ---------------------------------------------------------------
@@ -121,6 +122,10 @@ BOX = spaces.Box(0, 1, (2,))
 def test_an_observation_space_that_can_not_be_stored(space, words):
     with pytest.raises(InvalidEnvironmentError, match=words):
         plain_space(space)
+
+
+def test_a_tensor_with_a_gradient_is_an_observation():
+    assert read(BOX, torch.ones(2, requires_grad=True)).tolist() == [1, 1]
 
 
 class Wider(Counter):
