@@ -166,5 +166,5 @@ def test_a_checkpoint_with_replay_needs_its_part():
     learner = make_learner()
     flags = {**learner.flags.as_dict(), "replay_ratio": 1.0}
     del vars(learner.flags)["replay_ratio"]  # as if extras/replay was deleted
-    with pytest.raises(CheckpointError, match="needs extras/replay"):
+    with pytest.raises(CheckpointError, match="--replay_ratio is deleted"):
         learner.load_state_dict({**learner.state_dict(), "flags": flags})
