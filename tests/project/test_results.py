@@ -28,7 +28,7 @@ def test_config_has_the_flags_of_a_kept_run(meta):
     flags = flagset.parse(parser, ["--config", str(meta)])
     before = flagset.parse(parser, []).as_dict()
     for name, now in flags.as_dict().items():
-        if name in flagset.FREE_TO_CHANGE_IN_SYNC or now in (None, "auto"):
+        if parser.declared[name].resume or now in (None, "auto"):
             continue  # of one start, or chosen by the machine that it is made on
         # A flag that is newer than the run must do nothing.
         assert now == kept.get(name, before[name]), name
