@@ -63,6 +63,10 @@ def needs(env):
     return no_package_of_this_name.wrap(env)
 
 
+def lacks(env):
+    raise gymnasium.error.DependencyNotInstalled("moviepy is not installed")
+
+
 def fails(env):
     raise TypeError("my own")
 
@@ -79,6 +83,7 @@ def test_what_is_no_environment():
         ({"env": "CartPole-v1", "env_kwargs": '{"x": 1}'}, FlagError, "--env .*'x'"),
         ({"wrapper": here(Counter)}, FlagError, "--wrapper .*too many positional"),
         ({"wrapper": f"{__name__}:needs"}, MissingPackageError, "--wrapper .*no_pack"),
+        ({"wrapper": f"{__name__}:lacks"}, MissingPackageError, "--wrapper .*moviepy"),
         ({"wrapper": f"{__name__}:fails"}, TypeError, "^my own$"),
         ({"wrapper": "no_such_module:f"}, MissingPackageError, "--wrapper no_such_mod"),
         ({"wrapper": f"{__name__}:Countr"}, FlagError, "--wrapper .*Countr"),

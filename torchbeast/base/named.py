@@ -67,8 +67,10 @@ def call_named(flag: str, function: Any, *args: Any, **arguments: Any) -> Any:
     check_call(flag, function, *args, **arguments)
     try:
         return function(*args, **arguments)
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(f"{flag}: {error}. Install it") from error
+    except Exception as error:
+        if type(error).__name__ in ("ModuleNotFoundError", "DependencyNotInstalled"):
+            raise MissingPackageError(f"{flag}: {error}. Install it") from error
+        raise
 
 
 def check_call(flag: str, function: Any, *args: Any, **arguments: Any) -> None:
