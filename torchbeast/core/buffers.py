@@ -48,7 +48,8 @@ def create_buffers(spec: Nested, leading: tuple[int, ...]) -> Nested:
         return map_nested(create, spec)
     except RuntimeError as error:  # other limits: open files, their sizes
         for left in pathlib.Path(SHARED_MEMORY).glob(f"torch_{os.getpid()}_*"):
-            left.unlink()  # PyTorch leaves the one that it could not resize
+            if not left.stat().st_size:  # PyTorch leaves one that it can't resize
+                left.unlink()
         raise SharedMemoryError(f"no shared memory: {error}") from error
 
 

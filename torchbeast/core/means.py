@@ -64,7 +64,7 @@ def fetch(
     def finish() -> dict[str, Any]:
         found = wait()
         if means and not any(found[f"{name} number"] for name in means):
-            warn_once("In a batch no step counts: it changes the policy by nothing.")
+            warn_once("No step of a batch counts: the policy learns nothing from it.")
         for name in means:
             number = found[f"{name} number"]
             found[name] = found[f"{name} sum"] / number if number else None

@@ -106,7 +106,8 @@ def check_mask(observation_space: spaces.Space, action_space: spaces.Space) -> N
 
 def fit(value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray | None:
     """The value as an array of this shape and dtype; None if it has no such value."""
-    value = value.detach() if hasattr(value, "detach") else value  # of its gradient
+    if hasattr(value, "detach"):  # a tensor, maybe with a gradient
+        value = value.detach()
     array = np.asarray(value)
     if array.dtype.hasobject:  # so Gymnasium gives np.bool_
         array = np.asarray(array.tolist())
