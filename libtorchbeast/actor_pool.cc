@@ -12,8 +12,8 @@
 namespace torchbeast {
 
 namespace {
-// Between two looks, which come every kInterruptPeriod. After a longer one the process
-// counts as suspended.
+// Limits are looked at every kInterruptPeriod. After a longer gap the process counts as
+// suspended.
 constexpr Milliseconds kLongestGap{2'000};
 }  // namespace
 
@@ -34,10 +34,30 @@ void PoolStreams::cancel_all() {
   }
 }
 
-PoolFacts PoolStreams::look(bool was_suspended) {
-  if (slots) slots->expire(options.maximum_downtime, was_suspended);
+void PoolStreams::keep_limits() {
+  while (!closing) {
+    bool was_away;
+    {
+      MutexLock lock(mutex);
+      const auto now = Clock::now();
+      was_away = now - std::exchange(limits_kept_at, now) > kLongestGap;
+      was_suspended |= was_away;
+      for (Presence* stream : streams) {
+        Connection& connection = stream->connection();
+        if (was_away) connection.restart_waiting();
+        connection.cancel_if_slow(options.step_timeout,
+                                  "has not answered within the step timeout");
+      }
+    }
+    if (slots) slots->expire(options.maximum_downtime, was_away);
+    MutexLock lock(mutex);
+    if (closing) return;
+    changed.wait_until(mutex, Clock::now() + kInterruptPeriod, nullptr);
+  }
+}
+
+PoolFacts PoolStreams::look() {
   PoolFacts facts;
-  facts.was_suspended = was_suspended;
   facts.num_servers = options.addresses.size();
   std::string refusal;
   if (const Listener* listener = options.listener.get()) {
@@ -47,13 +67,12 @@ PoolFacts PoolStreams::look(bool was_suspended) {
   MutexLock lock(mutex);
   num_looked = num_news;
   facts.time = Clock::now();
+  // After a suspension this thread may come before the one that keeps the limits.
+  facts.was_suspended =
+      std::exchange(was_suspended, false) || facts.time - limits_kept_at > kLongestGap;
   facts.peers = std::exchange(peers, {});
   for (Presence* stream : streams) {
-    Connection& connection = stream->connection();
-    if (was_suspended) connection.restart_waiting();
-    connection.cancel_if_slow(options.step_timeout,
-                              "has not answered within the step timeout");
-    stream->add_to(&facts.peers[connection.origin()], facts.time);
+    stream->add_to(&facts.peers[stream->connection().origin()], facts.time);
   }
   facts.last_failure = last_failure;
   facts.last_error = last_error.empty() ? refusal : last_error;
@@ -134,6 +153,7 @@ void ActorPool::run() {
   }
   Listener* const listener = shared.options.listener.get();
   std::list<DialledStreams> dialled;
+  Thread limits;
   std::exception_ptr error;
   bool attached = false;
   try {
@@ -144,11 +164,13 @@ void ActorPool::run() {
       listener->attach(&shared);
       attached = true;
     }
-    auto looked_at = Clock::now();
+    {
+      MutexLock lock(shared.mutex);
+      shared.limits_kept_at = Clock::now();
+    }
+    limits = Thread([&shared] { shared.keep_limits(); });
     while (!shared.closing) {
-      const auto now = Clock::now();
-      const PoolFacts facts =
-          shared.look(now - std::exchange(looked_at, now) > kLongestGap);
+      const PoolFacts facts = shared.look();
       if (shared.options.check) shared.options.check(facts);
       for (DialledStreams& streams : dialled) streams.go_on();
       shared.wait_for_news();

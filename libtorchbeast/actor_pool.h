@@ -75,7 +75,7 @@ struct ActorPoolOptions {
   Milliseconds maximum_downtime{60'000};
   // Decides whether peers end the run: it does by what it throws. None: they never do.
   // run() calls it in its thread, with no lock held, every kInterruptPeriod, and before
-  // a server is dialled again.
+  // a server is dialled again. It may block: the limits above are kept meanwhile.
   std::function<void(const PoolFacts&)> check;
   std::optional<wire::EnvHello> hello;  // of all; none: that of the first to connect
   bool is_provisional = false;   // the caller settles for the hello, see Listener

@@ -84,9 +84,12 @@ struct PoolStreams : StreamHost {
 
   // From run()'s thread.
   void cancel_all() TB_EXCLUDES(mutex);
-  // From run()'s thread: gives up connections that wait for too long, and the unrolls
-  // of environments that are away for too long; returns what has happened.
-  PoolFacts look(bool was_suspended) TB_EXCLUDES(mutex);
+  // Gives up connections that wait for too long, and the unrolls of environments that
+  // are away for too long, until the pool ends. In a thread of its own: the check may
+  // wait for long, for Python's lock.
+  void keep_limits() TB_EXCLUDES(mutex);
+  // From run()'s thread: what has happened.
+  PoolFacts look() TB_EXCLUDES(mutex);
   // The check has seen it. Waits until the next look is due.
   void wait_for_news() TB_EXCLUDES(mutex);
   void count_failure(const std::string& text, const std::string& origin) override
@@ -122,7 +125,10 @@ struct PoolStreams : StreamHost {
   std::set<Presence*> streams TB_GUARDED_BY(mutex);
   uint64_t num_connected TB_GUARDED_BY(mutex) = 0;  // those that have sent a step
   uint64_t num_refusing TB_GUARDED_BY(mutex) = 0;   // servers, for good
-  // Since the last look: streams that have ended, and failures.
+  Clock::time_point limits_kept_at TB_GUARDED_BY(mutex);
+  // Since the last look: whether the process was suspended; streams that have ended,
+  // and failures.
+  bool was_suspended TB_GUARDED_BY(mutex) = false;
   Peers peers TB_GUARDED_BY(mutex);
   std::string last_failure TB_GUARDED_BY(mutex);
   uint64_t num_news TB_GUARDED_BY(mutex) = 0;    // dialled streams that end or are back

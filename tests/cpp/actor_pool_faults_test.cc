@@ -239,6 +239,32 @@ TEST_F(ActorPoolFaultsTest, AServerThatAlwaysHangsCostsItsStream) {
   EXPECT_NE(error.find("step timeout"), std::string::npos) << error;
 }
 
+// As if a thread held Python's lock for more than two seconds at a time.
+TEST_F(ActorPoolFaultsTest, LimitsDoNotWaitForASlowCheck) {
+  const HandMadeServer hanging(unix_address(),
+                               [](grpc::ServerContext*, ServedStream* stream) {
+                                 begin_stream(stream);
+                                 grpc::ByteBuffer message;
+                                 while (stream->Read(&message)) {
+                                 }
+                                 return grpc::Status::OK;
+                               });
+  std::promise<void> release;
+  ActorPoolOptions options = pool_options({unix_address()});
+  options.step_timeout = Milliseconds(300);
+  options.check = [released = release.get_future().share()](const PoolFacts&) {
+    released.wait_for(Milliseconds(2'300));
+  };
+  Session run(options);
+  const auto deadline = time_after(Milliseconds(10'000));
+  while (run.pool().stats().last_error.empty() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(Milliseconds(10));
+  }
+  EXPECT_NE(run.pool().stats().last_error.find("step timeout"), std::string::npos);
+  release.set_value();
+  run.end();
+}
+
 // Servers that break
 
 TEST_F(ActorPoolFaultsTest, AServerThatComesBackIsFound) {
