@@ -179,6 +179,7 @@ void DialledConnection::open() {
   const auto waiting = wait();
   channel_ = make_channel(address_, security_, &socket_);
   stream_ = open_stream(channel_.get(), &context_, method_);
+  if (!address_.is_unix()) keep_out_of_forks(context_.peer());
 }
 
 void DialledConnection::leave_with_error(const std::string& text) {

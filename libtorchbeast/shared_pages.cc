@@ -29,9 +29,6 @@ uint8_t* SharedPages::data() const { return memory_ + kHeaderBytes; }
 
 void Bell::ring() {
   ++count_;
-  // Who waits says so and then looks at the count. All of these are in one order, so
-  // one of both sees the other.
-  if (num_waiting_ == 0) return;
 #if defined(__linux__)
   syscall(SYS_futex, &count_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #endif
@@ -63,25 +60,21 @@ bool is_sound(int file, size_t num_bytes) {
 
 std::unique_ptr<SharedPages> SharedPages::make(size_t num_bytes) {
   num_bytes += kHeaderBytes;
-  const int file = memfd_create("torchbeast", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (file < 0) return nullptr;
-  uint8_t* memory = nullptr;
+  Descriptor file(memfd_create("torchbeast", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.get() < 0) return nullptr;
   // The pages are taken now: later, a lack of them would end the process. So would an
   // access after the other side has made the file shorter, which the seals forbid.
   int refused;
   do {
-    refused = posix_fallocate(file, 0, static_cast<off_t>(num_bytes));
+    refused = posix_fallocate(file.get(), 0, static_cast<off_t>(num_bytes));
   } while (refused == EINTR);
-  if (refused == 0 && fcntl(file, F_ADD_SEALS, kSeals) == 0) {
-    memory = map(file, num_bytes);
-  }
-  if (memory == nullptr) {
-    ::close(file);
-    return nullptr;
-  }
+  if (refused != 0 || fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) return nullptr;
+  uint8_t* const memory = map(file.get(), num_bytes);
+  if (memory == nullptr) return nullptr;
   std::random_device random;
   for (size_t i = 0; i < kNonceBytes; ++i) memory[i] = static_cast<uint8_t>(random());
-  return std::unique_ptr<SharedPages>(new SharedPages(file, memory, num_bytes));
+  return std::unique_ptr<SharedPages>(
+      new SharedPages(std::move(file), memory, num_bytes));
 }
 
 std::unique_ptr<SharedPages> SharedPages::open(const wire::SharedMemory& description,
@@ -99,39 +92,31 @@ std::unique_ptr<SharedPages> SharedPages::open(const wire::SharedMemory& descrip
   if (size < 0 || std::string_view(target, static_cast<size_t>(size)) != kMemory) {
     return nullptr;
   }
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return nullptr;
-  uint8_t* const memory = is_sound(file, num_bytes) ? map(file, num_bytes) : nullptr;
-  ::close(file);
+  const Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!is_sound(file.get(), num_bytes)) return nullptr;
+  uint8_t* const memory = map(file.get(), num_bytes);
   if (memory == nullptr) return nullptr;
-  std::unique_ptr<SharedPages> pages(new SharedPages(-1, memory, num_bytes));
+  std::unique_ptr<SharedPages> pages(
+      new SharedPages(Descriptor(-1), memory, num_bytes));
   if (std::memcmp(memory, description.nonce().data(), kNonceBytes) != 0) return nullptr;
   return pages;
 }
 
-SharedPages::~SharedPages() {
-  close_file();
-  munmap(memory_, num_bytes_);
-}
+SharedPages::~SharedPages() { munmap(memory_, num_bytes_); }
 
 wire::SharedMemory SharedPages::description() const {
   wire::SharedMemory description;
   description.set_process(static_cast<uint32_t>(getpid()));
-  description.set_file(static_cast<uint32_t>(file_));
+  description.set_file(static_cast<uint32_t>(file_.get()));
   description.set_nonce(memory_, kNonceBytes);
   return description;
-}
-
-void SharedPages::close_file() {
-  if (file_ >= 0) ::close(std::exchange(file_, -1));
 }
 
 void Bell::wait(uint32_t before, Milliseconds limit) {
   const auto ms = std::clamp(limit, Milliseconds(0), Milliseconds(1000)).count();
   const timespec time{ms / 1000, ms % 1000 * 1'000'000};
-  ++num_waiting_;
+  was_awaited_ = 1;
   syscall(SYS_futex, &count_, FUTEX_WAIT, before, &time, nullptr, 0);
-  --num_waiting_;
 }
 
 #else
@@ -142,7 +127,6 @@ std::unique_ptr<SharedPages> SharedPages::open(const wire::SharedMemory&, size_t
 }
 SharedPages::~SharedPages() = default;
 wire::SharedMemory SharedPages::description() const { return {}; }
-void SharedPages::close_file() {}
 void Bell::wait(uint32_t, Milliseconds) {}
 
 #endif

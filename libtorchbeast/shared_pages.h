@@ -10,7 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
+#include "sockets.h"
 #include "sync.h"
 #include "torchbeast.pb.h"
 
@@ -32,18 +34,19 @@ class SharedPages {
   // How another process finds it. REQUIRES: made here, and close_file() was not called.
   wire::SharedMemory description() const;
   // No other process can find it any more.
-  void close_file();
+  void close_file() { file_ = Descriptor(-1); }
 
  private:
-  SharedPages(int file, uint8_t* memory, size_t num_bytes)
-      : file_(file), memory_(memory), num_bytes_(num_bytes) {}
+  SharedPages(Descriptor file, uint8_t* memory, size_t num_bytes)
+      : file_(std::move(file)), memory_(memory), num_bytes_(num_bytes) {}
 
-  int file_;               // -1: closed
+  Descriptor file_;        // -1: closed
   uint8_t* const memory_;  // begins with the nonce
   const size_t num_bytes_;
 };
 
-// Wakes threads that wait in another process, or here. Lies in shared pages.
+// Wakes threads that wait in another process, or here. Lies in shared pages. Who rings
+// always asks the system to wake them: peers could overwrite a note that nobody waits.
 class Bell {
  public:
   void ring();
@@ -54,7 +57,7 @@ class Bell {
 
  private:
   std::atomic<uint32_t> count_;
-  std::atomic<uint32_t> num_waiting_;
+  std::atomic<uint32_t> was_awaited_;  // else peers of earlier versions do not ring
 };
 
 // What the environments of all streams with a lane ring when there is something for a

@@ -18,10 +18,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -34,8 +33,6 @@ namespace torchbeast {
 namespace {
 
 constexpr int kSpareDescriptors = 64;
-// The limit may be "unlimited", and some programs close every possible descriptor.
-constexpr rlim_t kMostDescriptors = 1 << 16;
 
 [[noreturn]] void cannot_listen(const Address& address, const std::string& reason) {
   throw std::runtime_error("cannot listen on " + address.to_string() + ": " + reason);
@@ -48,21 +45,51 @@ std::string absolute(const std::string& path) {
   return failure ? path : found.string();
 }
 
-// Those of NotInForks, plus 1; 0: none. Without a lock: a fork may come at any time.
-std::array<std::atomic<int>, 64> not_in_forks{};
-
-void close_in_child() {
-  for (std::atomic<int>& one : not_in_forks) {
-    if (const int fd = one.exchange(0)) close(fd - 1);
-  }
+FileId file_of(int fd) {
+  struct stat status;
+  return fstat(fd, &status) == 0 ? FileId(status.st_dev, status.st_ino) : FileId();
+}
+bool is_open(int fd, const FileId& file) {
+  return file != FileId() && file_of(fd) == file;
 }
 
-void replace_in_list(int before, int after) {
-  for (std::atomic<int>& one : not_in_forks) {
-    int found = before;
-    if (one.compare_exchange_strong(found, after)) return;
+// What forks close. Thread-safe; no fork happens while it changes.
+class NotInForks {
+ public:
+  static NotInForks& instance() {
+    static NotInForks* const one = new NotInForks;  // forks may come until the end
+    return *one;
   }
-}
+  void add(int fd, const FileId& file) TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    files_[fd] = file;  // one whose owner has closed it is replaced
+  }
+  // In a fork, it was closed already, and the number may be another file's.
+  void close(int fd) TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    if (files_.erase(fd) > 0) ::close(fd);
+  }
+
+ private:
+  NotInForks() { pthread_atfork(lock, unlock, close_all); }
+  // Around a fork, which Clang's analysis does not see.
+  static void lock() TB_ATTRIBUTE(no_thread_safety_analysis) {
+    instance().mutex_.lock();
+  }
+  static void unlock() TB_ATTRIBUTE(no_thread_safety_analysis) {
+    instance().mutex_.unlock();
+  }
+  static void close_all() TB_ATTRIBUTE(no_thread_safety_analysis) {
+    for (const auto& [fd, file] : instance().files_) {
+      if (is_open(fd, file)) ::close(fd);
+    }
+    instance().files_.clear();
+    unlock();
+  }
+
+  Mutex mutex_;
+  std::map<int, FileId> files_ TB_GUARDED_BY(mutex_);
+};
 
 sockaddr_un unix_name(const std::string& path) {
   sockaddr_un name{};
@@ -140,16 +167,13 @@ Descriptor lock_file(const Address& address, const std::string& path) {
 
 }  // namespace
 
+Descriptor::Descriptor(int fd) : fd_(fd) {
+  if (fd_ >= 0) NotInForks::instance().add(fd_, file_of(fd_));
+}
+
 Descriptor::~Descriptor() {
-  if (fd_ >= 0) close(fd_);
+  if (fd_ >= 0) NotInForks::instance().close(fd_);
 }
-
-NotInForks::NotInForks(int fd) : fd_(fd) {
-  static const int registered = pthread_atfork(nullptr, nullptr, close_in_child);
-  if (registered == 0) replace_in_list(0, fd_ + 1);
-}
-
-NotInForks::~NotInForks() { replace_in_list(fd_ + 1, 0); }
 
 // --- Listening
 
@@ -159,13 +183,11 @@ PathLock::PathLock(const Address& address)
 PathLock::~PathLock() { unlink(path_.c_str()); }
 
 ListeningSocket::ListeningSocket(const Address& address) {
-  raise_descriptor_limit();
   if (address.is_unix()) {
     listen_unix(address);
   } else {
     listen_tcp(address);
   }
-  for (const Descriptor& one : sockets_) guards_.emplace_back(one.get());
 }
 
 void ListeningSocket::listen_unix(const Address& address) {
@@ -325,26 +347,28 @@ uint64_t bytes_received(int fd) {
   return 0;
 }
 
-ino_t inode_of(int fd) {
-  struct stat status;
-  return fstat(fd, &status) == 0 ? status.st_ino : 0;
-}
-
 }  // namespace
 
-bool AcceptedConnections::is_open(const Connection& connection) {
-  return connection.inode != 0 && inode_of(connection.fd) == connection.inode;
+void keep_out_of_forks(const std::string& peer) {
+  const std::string name = plain_name(peer);
+  std::error_code failure;
+  for (const auto& one : std::filesystem::directory_iterator("/dev/fd", failure)) {
+    const int fd = std::atoi(one.path().filename().c_str());
+    const FileId file = file_of(fd);  // first: another thread may close it
+    if (peer_name(fd) == name) NotInForks::instance().add(fd, file);
+  }
 }
 
 void AcceptedConnections::add(int fd) {
   MutexLock lock(mutex_);
   if (connections_.size() >= drop_closed_at_) {
     for (auto one = connections_.begin(); one != connections_.end();) {
-      one = is_open(one->second) ? std::next(one) : connections_.erase(one);
+      const bool is_there = is_open(one->second.fd, one->second.file);
+      one = is_there ? std::next(one) : connections_.erase(one);
     }
     drop_closed_at_ = 2 * connections_.size() + 64;
   }
-  connections_[peer_name(fd)] = {fd, inode_of(fd), Clock::now()};
+  connections_[peer_name(fd)] = {fd, file_of(fd), Clock::now()};
 }
 
 void AcceptedConnections::count_failure(const std::string& peer) {
@@ -388,7 +412,7 @@ void AcceptedConnections::cut(Connection* connection) {
   // From here on the number may become that of another connection.
   const Descriptor own(fcntl(connection->fd, F_DUPFD_CLOEXEC, 0));
   connection->fd = own.get();
-  if (!is_open(*connection)) return;
+  if (!is_open(own.get(), connection->file)) return;
   shutdown(connection->fd, SHUT_RDWR);
   sockaddr none{};  // resets a TCP connection on Linux; otherwise more would arrive
   none.sa_family = AF_UNSPEC;
@@ -419,18 +443,6 @@ int dial_unix(const Address& address, bool anybody) {
         "to, or, if you trust that user, ask for insecure connections");
   }
   return made.release();
-}
-
-void raise_descriptor_limit() {
-  static const bool once = [] {
-    rlimit limit{};
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return false;
-    const rlim_t wanted = std::min(limit.rlim_max, kMostDescriptors);
-    if (limit.rlim_cur >= wanted) return true;
-    limit.rlim_cur = wanted;
-    return setrlimit(RLIMIT_NOFILE, &limit) == 0;
-  }();
-  static_cast<void>(once);
 }
 
 }  // namespace torchbeast

@@ -6,7 +6,6 @@
 
 #include <sys/types.h>
 
-#include <list>
 #include <map>
 #include <optional>
 #include <string>
@@ -18,10 +17,15 @@
 
 namespace torchbeast {
 
-// Owns a descriptor. One thread at a time.
+// Which file a descriptor is of; a later one with the same number has another.
+using FileId = std::pair<dev_t, ino_t>;
+
+// Owns a descriptor. A process that this one forks closes it at once: else a helper of
+// an environment would keep the address and the connections of a server that has died.
+// One thread at a time.
 class Descriptor {
  public:
-  explicit Descriptor(int fd) : fd_(fd) {}
+  explicit Descriptor(int fd);
   ~Descriptor();
   Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
@@ -29,23 +33,16 @@ class Descriptor {
     return *this;
   }
   int get() const { return fd_; }
+  // The caller closes it. Forks still do, too.
   int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;
 };
 
-// While it lives, a process that this one forks closes the descriptor at once: else a
-// helper of an environment would keep the address of a server that has died.
-class NotInForks {
- public:
-  explicit NotInForks(int fd);
-  ~NotInForks();
-  NotInForks(const NotInForks&) = delete;
-
- private:
-  const int fd_;
-};
+// Forks close this process's TCP connections to this peer, which gRPC has dialled.
+// `peer`: as ClientContext::peer() says.
+void keep_out_of_forks(const std::string& peer);
 
 // The right to listen at the path of a unix socket, which one server at a time has: a
 // lock on the file "<path>.lock". It ends with the process. One thread at a time.
@@ -59,7 +56,6 @@ class PathLock {
  private:
   const std::string path_;  // of the file, absolute
   const Descriptor file_;
-  const NotInForks guard_{file_.get()};
 };
 
 // Listens at an address. One thread at a time.
@@ -85,8 +81,7 @@ class ListeningSocket {
 
   std::optional<PathLock> lock_;  // the last to end
   std::vector<Descriptor> sockets_;
-  std::list<NotInForks> guards_;  // of the sockets
-  std::string path_;              // absolute; empty: TCP
+  std::string path_;  // absolute; empty: TCP
   int port_ = 0;
 };
 
@@ -109,14 +104,13 @@ class AcceptedConnections {
  private:
   struct Connection {
     int fd;
-    ino_t inode;  // tells it from a later one with the same fd
+    FileId file;
     Clock::time_point since;
     bool is_stranger = true;
     double num_failures = 0;
     Clock::time_point last_failure = since;
   };
   static void cut(Connection* connection);
-  static bool is_open(const Connection& connection);
 
   Mutex mutex_;
   std::map<std::string, Connection> connections_ TB_GUARDED_BY(mutex_);
@@ -127,8 +121,5 @@ class AcceptedConnections {
 // other side must be a process of this user or of root, if not `anybody`. Throws
 // TransportError. The caller owns the descriptor.
 int dial_unix(const Address& address, bool anybody);
-
-// Raises the limit of open files as far as the system allows, once per process.
-void raise_descriptor_limit();
 
 }  // namespace torchbeast

@@ -182,8 +182,17 @@ class Dying(Coded):
         return super().step(action)
 
 
+class Forking(Coded):
+    """A fork of its process outlives it, until standard input ends."""
+
+    def reset(self):
+        if self.episode == 1 and os.fork() == 0:
+            os._exit(len(os.read(0, 1)))
+        return super().reset()
+
+
 ENVIRONMENTS = {
-    env.__name__: env for env in (Coded, CodedVector, OldGym, Dying, Counting)
+    env.__name__: env for env in (Coded, CodedVector, OldGym, Dying, Counting, Forking)
 }
 
 

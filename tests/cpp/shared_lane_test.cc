@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -290,6 +291,30 @@ TEST_F(SharedLaneTest, WhatAPeerScribblesIsRefusedOrBounded) {
       side->wait(Milliseconds(1));
     }
     lane.learner->write(buffer_of("hello"));
+  }
+}
+
+TEST_F(SharedLaneTest, WhatAPeerWritesIntoABellLosesNoWakeUp) {
+  Lane lane(make_spec(1, 1));
+  const auto doorbell =
+      SharedPages::open(doorbell_pages()->description(), sizeof(Bell));
+  auto* const words = reinterpret_cast<std::atomic<uint32_t>*>(doorbell->data());
+  for (size_t word = 0; word < sizeof(Bell) / sizeof(*words); ++word) {
+    for (const uint32_t value : {0xffffffffu, 0u, 0xfffffffeu}) {
+      words[word] = value;
+      for (int i = 0; i < 2; ++i) {
+        Threads threads;
+        threads.start([&] {
+          std::this_thread::sleep_for(Milliseconds(50));
+          EXPECT_TRUE(lane.environment->write(buffer_of("hello")));
+        });
+        const auto start = Clock::now();
+        lane.learner->wait(Milliseconds(1000));
+        EXPECT_LT(Clock::now() - start, Milliseconds(900)) << word << " " << value;
+        threads.join();
+        EXPECT_TRUE(reads(*lane.learner, "hello"));
+      }
+    }
   }
 }
 

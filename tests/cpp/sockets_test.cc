@@ -2,8 +2,11 @@
 
 #include "sockets.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -11,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "session.h"
 #include "test_util.h"
@@ -64,6 +68,68 @@ TEST_F(SocketsTest, WhatADeadServerHasLeftIsReplaced) {
   }
   EXPECT_FALSE(is_there("socket"));
   EXPECT_FALSE(is_there("socket.lock"));
+}
+
+bool is_open(int fd) { return fcntl(fd, F_GETFD) >= 0; }
+
+TEST_F(SocketsTest, AForkHasNoneOfThem) {
+  const Address address(unix_address());
+  ListeningSocket socket(address);
+  std::vector<Descriptor> files;
+  std::vector<int> given_away;  // as to gRPC
+  for (int i = 0; i < 100; ++i) {
+    files.emplace_back(open("/dev/null", O_RDONLY));
+    given_away.push_back(dial_unix(address, false));
+    given_away.push_back(socket.accept(Milliseconds(10'000)));
+  }
+  // Another file has the number of one that was closed.
+  const int another = given_away.back();
+  given_away.pop_back();
+  close(another);
+  ASSERT_EQ(open("/dev/null", O_RDONLY), another);
+  const pid_t child = fork();
+  if (child == 0) {
+    int num_open = !is_open(another);
+    for (const int fd : given_away) num_open += is_open(fd);
+    for (const Descriptor& file : files) num_open += is_open(file.get());
+    // An owner does not close what the fork has opened.
+    const int number = files.front().get();
+    num_open += dup2(another, number) != number;
+    files.clear();
+    _exit(num_open + !is_open(number));
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  for (const int fd : given_away) EXPECT_EQ(close(fd), 0);
+  close(another);
+  for (const Descriptor& file : files) EXPECT_TRUE(is_open(file.get()));
+}
+
+int num_tcp_sockets() {
+  int count = 0;
+  for (int fd = 0; fd < 1024; ++fd) {
+    sockaddr name{};
+    socklen_t size = sizeof(name);
+    count += getsockname(fd, &name, &size) == 0 && name.sa_family != AF_UNIX;
+  }
+  return count;
+}
+
+TEST_F(SocketsTest, AForkHasNoConnectionOfGrpc) {
+  EnvServer server(counting(1), server_options("127.0.0.1:0"));
+  server.start();
+  DialledConnection learner(Address(server.address()), {}, kStreamMethod, "the server");
+  learner.open();
+  learner.shake_hands(std::nullopt);
+  const int count = num_tcp_sockets();
+  EXPECT_GE(count, 3);
+  const pid_t child = fork();
+  if (child == 0) _exit(num_tcp_sockets());
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(num_tcp_sockets(), count);
 }
 
 TEST_F(SocketsTest, ALockThatCanNotBeMadeIsNamed) {

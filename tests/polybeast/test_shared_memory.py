@@ -20,15 +20,15 @@ def take(run, count):
 
 
 def test_a_killed_server_is_noticed_at_once_and_nothing_is_left(address):
-    with ServerProcess("Coded", address) as server:
+    with ServerProcess("Forking", address) as server:
         own = num_mappings()
-        with Run([address], play_first, step_timeout_s=60) as run:
+        with Run([address], play_first, step_timeout_s=600) as run:
             take(run, 3)
             before = num_mappings()
             # A stream that waits for room in the queue notices nothing.
             threading.Thread(target=lambda: [None for _ in run.queue]).start()
             server.kill()
-            wait_until(lambda: run.pool.stats()["num_connected"] == 0, "noticed", 15)
+            wait_until(lambda: run.pool.stats()["num_connected"] == 0, "noticed", 5)
             wait_until(lambda: num_mappings() < before, "it is unmapped")
             with ServerProcess("Coded", address):
                 take(run, 20)
