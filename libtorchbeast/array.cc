@@ -220,8 +220,13 @@ Split split(const ArraySpec& spec, size_t dim) {
   return result;
 }
 
-void copy_bytes(uint8_t* to, const uint8_t* from, size_t size) {
-  if (size > 0) std::memcpy(to, from, size);  // of nothing the pointers may be null
+// Copies `count` pieces of `size` bytes, which begin every so many bytes.
+void copy_pieces(uint8_t* to, size_t to_every, const uint8_t* from, size_t from_every,
+                 size_t size, size_t count) {
+  if (size == 0) return;  // then the pointers may be null
+  for (size_t i = 0; i < count; ++i) {
+    std::memcpy(to + i * to_every, from + i * from_every, size);
+  }
 }
 
 }  // namespace
@@ -232,7 +237,7 @@ size_t copy(const Array& from, const Array& to) {
                                 to.spec().to_string());
   }
   const size_t size = from.num_bytes();
-  copy_bytes(to.data(), from.data(), size);
+  copy_pieces(to.data(), 0, from.data(), 0, size, 1);
   return size;
 }
 
@@ -262,9 +267,7 @@ Array concatenate(const std::vector<Array>& arrays, size_t dim, MemoryPool& pool
   size_t offset = 0;
   for (const Array& array : arrays) {
     const size_t size = by.inner * static_cast<size_t>(array.shape()[dim]);
-    for (size_t i = 0; i < by.outer; ++i) {
-      copy_bytes(result.data() + i * stride + offset, array.data() + i * size, size);
-    }
+    copy_pieces(result.data() + offset, stride, array.data(), size, size, by.outer);
     offset += size;
   }
   return result;
@@ -284,10 +287,8 @@ Array slice(const Array& array, size_t dim, int64_t begin, int64_t end,
   const Split by = split(spec, dim);
   const size_t size = by.inner * static_cast<size_t>(end - begin);
   const size_t stride = by.inner * static_cast<size_t>(array.shape()[dim]);
-  const size_t offset = by.inner * static_cast<size_t>(begin);
-  for (size_t i = 0; i < by.outer; ++i) {
-    copy_bytes(result.data() + i * size, array.data() + i * stride + offset, size);
-  }
+  copy_pieces(result.data(), size, array.data() + by.inner * static_cast<size_t>(begin),
+              stride, size, by.outer);
   return result;
 }
 

@@ -66,25 +66,20 @@ void DynamicBatcher::ask(ArrayNest inputs, std::function<void(Answer&)> on_done)
 
 std::shared_ptr<DynamicBatcher::Batch> DynamicBatcher::next(
     const Interrupt& interrupt) {
-  while (true) {
-    auto batch = std::make_shared<Batch>(queue_);
-    std::vector<Item> items = queue_->take(interrupt, &batch->number_);
-    if (items.empty()) return nullptr;
-    try {
-      batch->inputs_ = queue_->join(items);
-      for (const Item& item : items) {
-        batch->widths_.push_back(item.width);
-        batch->size_ += item.width;
-      }
-      return batch;
-    } catch (const std::invalid_argument& error) {
-      // The callers' mistake, not the consumer's.
-      batch->set_error(error.what());
-    } catch (const std::exception& error) {
-      batch->set_error(error.what());
-      throw;
+  auto batch = std::make_shared<Batch>(queue_);
+  std::vector<Item> items = queue_->take(interrupt, &batch->number_);
+  if (items.empty()) return nullptr;
+  try {
+    batch->inputs_ = queue_->join(items);
+    for (const Item& item : items) {
+      batch->widths_.push_back(item.width);
+      batch->size_ += item.width;
     }
+  } catch (const std::exception& error) {
+    batch->set_error(error.what());
+    throw;
   }
+  return batch;
 }
 
 // --- Batch

@@ -57,11 +57,6 @@ struct BatchingOptions {
   // Items: how many may wait before enqueue blocks; none: any number. compute waits for
   // its answer in any case, and ask does not wait.
   std::optional<size_t> maximum_queue_size;
-  // If true, a faulty item is refused when it comes in, and its caller gets the error.
-  // If false, it is found when its batch is made, and the whole batch fails. Then
-  // the arrays of an answer may also have more entries than the batch, which are
-  // ignored: a consumer may pad.
-  bool check = true;
   // Makes the memory of batches, see MemoryPool; answers are in ordinary memory.
   MemoryPool::Allocator allocator;
 };
@@ -121,8 +116,7 @@ class BatchingQueue : public BatchingBase {
   using OnRoom = std::function<void(bool)>;
   bool offer(ArrayNest item, OnRoom on_room);
 
-  // Blocks until a batch is complete; nothing once the queue is closed. With check off,
-  // std::invalid_argument if there is a faulty item in the batch, which is dropped.
+  // Blocks until a batch is complete; nothing once the queue is closed.
   std::optional<ArrayNest> dequeue(const Interrupt& interrupt = nullptr);
 };
 
@@ -147,9 +141,8 @@ class DynamicBatcher : public BatchingBase {
   using Answer = std::function<ArrayNest()>;
   void ask(ArrayNest inputs, std::function<void(Answer&)> on_done);
 
-  // Blocks until a batch is complete; nothing once the batcher is closed. With check
-  // off, the callers of a batch with a faulty item get AsyncError, and it goes on with
-  // the next. What the allocator throws, comes through.
+  // Blocks until a batch is complete; nothing once the batcher is closed. What the
+  // allocator throws, comes through, and the callers get AsyncError.
   std::shared_ptr<Batch> next(const Interrupt& interrupt = nullptr);
 };
 

@@ -14,14 +14,12 @@
 #include <grpcpp/support/byte_buffer.h>
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "array.h"
 #include "stream_spec.h"
-#include "sync.h"
 
 namespace torchbeast {
 
@@ -34,11 +32,12 @@ grpc::ByteBuffer encode_error(const std::string& text);
 
 // A step or an action that is to be written: a message whose only field is an EnvStep
 // or an AgentAction. Its first array should begin a cache line: copying it then takes a
-// sixth less time. REQUIRES: the row lives as long, and its arrays are as a StreamSpec
-// says.
+// sixth less time. REQUIRES: the arrays live as long, and are as a StreamSpec says.
 class RowMessage {
  public:
-  RowMessage(uint32_t tag, const EnvRow& row, std::string layout);  // see below
+  RowMessage(uint32_t tag, const std::vector<Array>& arrays,
+             const std::vector<Array>& final_observation, uint64_t time,
+             uint64_t number, std::string layout);  // see below
 
   size_t num_bytes() const;
   size_t arrays_begin() const;    // bytes before the first array; less than kLine
@@ -46,7 +45,8 @@ class RowMessage {
 
  private:
   const uint32_t tag_;
-  const EnvRow& row_;
+  const std::vector<Array>&arrays_, &final_observation_;
+  const uint64_t time_, number_;
   const std::string layout_;
   const size_t size_, final_size_;
   size_t body_;
@@ -54,17 +54,14 @@ class RowMessage {
 constexpr size_t kLine = 64;
 
 RowMessage step_message(const EnvRow& row);
-// Of a row with the action's arrays and number. With its layout if the environment has
-// no action space.
-RowMessage action_message(const EnvRow& action, bool with_layout = false);
+// With its layout if the environment has no action space.
+RowMessage action_message(const std::vector<Array>& action, uint64_t number,
+                          bool with_layout = false);
 // Written into a block of `pool`. The transport returns the block after sending it,
 // from any thread.
 grpc::ByteBuffer encode(const RowMessage& message, MemoryPool& pool);
 
-// To be held while a message is decoded and checked, one thread at a time if it is
-// large: of one that breaks the rules, protobuf may make 30 times its bytes.
-std::unique_lock<Mutex> turn_of(const grpc::ByteBuffer& message);
-// Read any message but a large one: for hellos and errors. Throw WireError.
+// Read any message of at most kMaxHelloBytes: for hellos and errors. Throw WireError.
 wire::EnvMessage decode_env_message(grpc::ByteBuffer* message);
 wire::AgentMessage decode_agent_message(grpc::ByteBuffer* message);
 // Reads a step into row->arrays, and into new memory of `pool` for these, if they are

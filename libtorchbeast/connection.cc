@@ -23,7 +23,6 @@ void check_version(uint32_t version, const std::string& peer) {
 
 // The environment's hello, which keeps the rules.
 wire::EnvHello decode_env_hello(grpc::ByteBuffer* message, const std::string& peer) {
-  const auto turn = turn_of(*message);
   wire::EnvMessage answer = decode_env_message(message);
   if (answer.has_error()) {
     throw EnvironmentError(peer + " failed:\n" + answer.error().message());

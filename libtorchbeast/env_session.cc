@@ -111,9 +111,9 @@ bool EnvSession::act(Unroll* unroll) {
 
 void EnvSession::send_action(Unroll* unroll) {
   sent_at_ = Clock::now();
-  const EnvRow action{unroll->action(), {}, 0, ++action_number_};
-  connection_.write(action_message(action, !spec_.has_action_space),
-                    context_.unrolls.message_pool);
+  connection_.write(
+      action_message(unroll->action(), ++action_number_, !spec_.has_action_space),
+      context_.unrolls.message_pool);
 }
 
 void EnvSession::receive(Unroll* unroll) {

@@ -74,40 +74,39 @@ void ExpectedEnvironment::check(const wire::EnvHello& hello,
 
 namespace {
 
-// Compares all but what each stream has for itself. Without a report it ends at the
-// first difference.
-bool compare(const wire::EnvHello& first, const wire::EnvHello& hello,
-             MessageDifferencer::Reporter* reporter) {
-  MessageDifferencer differencer;
-  const auto ignore = [&differencer](int field) {
-    differencer.IgnoreField(wire::EnvHello::descriptor()->FindFieldByNumber(field));
-  };
-  ignore(wire::EnvHello::kSettingsFieldNumber);
-  ignore(wire::EnvHello::kStreamIdFieldNumber);
-  ignore(wire::EnvHello::kFirstStepFieldNumber);
-  if (first.environment().empty() || hello.environment().empty()) {
-    ignore(wire::EnvHello::kEnvironmentFieldNumber);
-  }
-  differencer.set_report_ignores(false);
-  differencer.ReportDifferencesTo(reporter);  // may be null
-  return differencer.Compare(first, hello);
+bool have_names(const wire::EnvHello& a, const wire::EnvHello& b) {
+  return !a.environment().empty() && !b.environment().empty();
+}
+
+// The hello without what each stream has for itself.
+wire::EnvHello common_part(wire::EnvHello hello, bool with_name) {
+  hello.clear_settings();
+  hello.clear_stream_id();
+  hello.clear_first_step();
+  if (!with_name) hello.clear_environment();
+  return hello;
 }
 
 }  // namespace
 
 bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello) {
-  return compare(first, hello, nullptr);
+  const bool with_name = have_names(first, hello);
+  return common_part(first, with_name).SerializeAsString() ==
+         common_part(hello, with_name).SerializeAsString();
 }
 
 std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
+  const bool with_name = have_names(first, hello);
   // About two large hellos there may be gigabytes to say: what does not fit is left
   // out.
   std::string text(2000, '\0');
   google::protobuf::io::ArrayOutputStream out(text.data(),
                                               static_cast<int>(text.size()));
   {
+    MessageDifferencer differencer;
     MessageDifferencer::StreamReporter reporter(&out);
-    compare(first, hello, &reporter);
+    differencer.ReportDifferencesTo(&reporter);
+    differencer.Compare(common_part(first, with_name), common_part(hello, with_name));
   }
   const auto size = static_cast<size_t>(out.ByteCount());
   const bool is_whole = size < text.size();
@@ -127,8 +126,9 @@ void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
   const auto own = std::make_shared<const First>(First{hello, peer});
   const auto first = first_or(own);
-  const std::string text = differences(first->hello, hello);
-  if (!text.empty()) refuse_other(first->peer, peer, text);
+  if (!are_alike(first->hello, hello)) {
+    refuse_other(first->peer, peer, differences(first->hello, hello));
+  }
   if (!first->hello.environment().empty()) return;
   // They are alike but for the name, which the first had left out.
   MutexLock lock(mutex_);

@@ -29,7 +29,7 @@ struct ExpectedEnvironment {
 // Whether they are of one kind: equal but for what is the environment's own. The name
 // may be left out.
 bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello);
-// What is different in `hello`; empty if they are alike. Takes long if much is.
+// What is different in `hello`, which is not alike. Takes long if much is.
 std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello);
 // Throws RefusedError with this text.
 [[noreturn]] void refuse_other(const std::string& first_peer, const std::string& peer,

@@ -18,22 +18,16 @@ namespace {
                               " " + why);
 }
 
-std::string count(int64_t number, const char* one, const char* many) {
-  return std::to_string(number) + " " + (number == 1 ? one : many);
-}
-
 std::string entries(int64_t number, size_t dim) {
-  return count(number, "entry", "entries") + " along dimension " + std::to_string(dim);
+  return "has " + std::to_string(number) + (number == 1 ? " entry" : " entries") +
+         " along dimension " + std::to_string(dim);
 }
 
 // The array's entries along the batch dimension.
 int64_t num_entries(const Array& array, const nest::Place& place, size_t dim) {
-  const size_t num_dims = array.shape().size();
-  if (num_dims > dim) return array.shape()[dim];
+  if (array.shape().size() > dim) return array.shape()[dim];
   bad_array(array, place,
-            "has " + count(static_cast<int64_t>(num_dims), "dimension", "dimensions") +
-                ", but the batch dimension is " + std::to_string(dim) + ": at least " +
-                std::to_string(dim + 1) + " are needed");
+            "has no dimension " + std::to_string(dim) + ", the batch dimension");
 }
 
 // Checks an item by itself; returns its entries along the batch dimension.
@@ -42,25 +36,20 @@ int64_t check_item(const ArrayNest& item, const BatchingOptions& options) {
   int64_t width = 0;
   item.for_each([&](const Array& array, const nest::Place& place) {
     const int64_t size = num_entries(array, place, dim);
-    if (size < 1) {
-      bad_array(array, place, "has " + entries(size, dim) + ": at least 1 is needed");
-    }
     if (width == 0) width = size;
-    if (size != width) {
-      bad_array(array, place,
-                "has " + entries(size, dim) + ", but the item's first array has " +
-                    std::to_string(width) +
-                    ": all arrays of an item must have the same number");
-    }
+    if (size < 1) bad_array(array, place, entries(size, dim) + ": 1 is needed");
+    if (size == width) return;
+    bad_array(array, place,
+              entries(size, dim) + ", but the item's first array has " +
+                  std::to_string(width));
   });
   if (width == 0) {
     throw std::invalid_argument(
         "an item without any array (" + item.describe() +
-        "): there must be at least one, whose size along the batch dimension says how "
-        "many entries the item has");
+        "): its arrays say how many entries along the batch dimension it has");
   }
   if (width > options.maximum_batch_size) {
-    throw std::invalid_argument("an item has " + entries(width, dim) +
+    throw std::invalid_argument("an item " + entries(width, dim) +
                                 ", more than a whole batch: at most " +
                                 std::to_string(options.maximum_batch_size) +
                                 " (maximum_batch_size) are allowed");
@@ -121,9 +110,9 @@ void check_outputs(const ArrayNest& outputs, int64_t width,
   const size_t dim = options.batch_dim;
   outputs.for_each([&](const Array& array, const nest::Place& place) {
     const int64_t size = num_entries(array, place, dim);
-    if (options.check ? size == width : size >= width) return;
+    if (size == width) return;
     bad_array(array, place,
-              "has " + entries(size, dim) + ", but the batch that it answers has " +
+              entries(size, dim) + ", but the batch that it answers has " +
                   std::to_string(width));
   });
   if (outputs.empty()) {
@@ -135,29 +124,15 @@ void check_outputs(const ArrayNest& outputs, int64_t width,
 ItemQueue::ItemQueue(BatchingOptions options)
     : options_(check_options(std::move(options))), batches_(options_.allocator) {}
 
-Item ItemQueue::make_item(ArrayNest nest) const {
-  Item item{std::move(nest)};
-  if (options_.check) {
-    item.width = check_item(item.nest, options_);
-  } else if (!item.nest.empty()) {
-    // Only to count; what is wrong is found by join().
-    const Shape& shape = item.nest.front().shape();
-    if (shape.size() > options_.batch_dim) {
-      item.width = std::clamp<int64_t>(shape[options_.batch_dim], 1,
-                                       options_.maximum_batch_size);
-    }
-  }
-  return item;
-}
-
 ItemQueue::Pushed ItemQueue::push(ArrayNest nest, OnDone on_done, OnRoom on_room) {
-  Item item = make_item(std::move(nest));
+  const int64_t width = check_item(nest, options_);
+  Item item{std::move(nest), width};
   std::list<InLine> own;  // takes memory before the lock
   if (on_room) own.push_back({std::move(on_room)});
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   if (closed_) throw_closed();
-  if (options_.check && !items_.empty()) {
+  if (!items_.empty()) {
     check_joinable(item.nest, items_.back().nest, options_.batch_dim);
   }
   const Pushed pushed{num_added_ + 1, has_room()};
@@ -201,11 +176,10 @@ std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_fligh
       consumers_.wait_until(mutex_, deadline(), interrupt);
     }
 
-    // At least one: an unchecked item that is too wide must come out, too.
     int64_t num_entries = 0;
     size_t number = 0;
     for (const Item& item : items_) {
-      if (number > 0 && num_entries + item.width > options_.maximum_batch_size) break;
+      if (num_entries + item.width > options_.maximum_batch_size) break;
       num_entries += item.width;
       ++number;
     }
@@ -263,12 +237,6 @@ ArrayNest ItemQueue::join(std::vector<Item>& items) {
   std::vector<ArrayNest> nests;
   nests.reserve(items.size());
   for (Item& item : items) {
-    if (!options_.check) {
-      item.width = check_item(item.nest, options_);
-      if (!nests.empty()) {
-        check_joinable(item.nest, nests.front(), options_.batch_dim);
-      }
-    }
     width += item.width;
     nests.push_back(std::move(item.nest));
   }

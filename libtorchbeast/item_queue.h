@@ -64,8 +64,7 @@ struct Item {
 //   its way at a time; it takes all that fits into its batch, and wakes the next if
 //   there is more. So items that arrive close together share a batch, and one item
 //   wakes one thread only.
-// - A consumer that leaves without its item (an interrupt, a faulty item) wakes
-//   the next.
+// - A consumer that leaves without its item (an interrupt) wakes the next.
 // - Items move in and out under the lock; arrays are copied and destroyed outside.
 class ItemQueue {
  public:
@@ -91,8 +90,7 @@ class ItemQueue {
   // Takes back the item of a caller that leaves, if it still waits.
   void withdraw(uint64_t number) TB_EXCLUDES(mutex_);
 
-  // Joins items into a batch. std::invalid_argument if `check` is off and there is
-  // something to find. Afterwards the items have no arrays any more.
+  // Joins items into a batch. Afterwards the items have no arrays any more.
   ArrayNest join(std::vector<Item>& items);
   // Entries [begin, begin + width) of all outputs.
   ArrayNest part(const ArrayNest& outputs, int64_t begin, int64_t width);
@@ -125,7 +123,6 @@ class ItemQueue {
     bool is_open = true;
   };
 
-  Item make_item(ArrayNest nest) const;
   // Takes out of the line those who have room now.
   void admit(WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {

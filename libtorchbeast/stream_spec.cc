@@ -182,10 +182,8 @@ class SpaceReader {
       if (!(low <= high)) bad("low must be at most high");  // also if one is NaN
       if (low == kInfinity || high == -kInfinity) bad("nothing lies between");
       for (const double x : {low, high}) {
-        if (std::isinf(x)) continue;
-        if (x < lowest || x > highest) {
-          bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
-        }
+        if (std::isinf(x) || (x >= lowest && x <= highest)) continue;
+        bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
       }
     }
     return leaf(one, is_float(one.dtype) ? finite() : ValueRule(), place);
@@ -288,12 +286,6 @@ void check_settings(const wire::EnvHello& hello) {
   }
 }
 
-// An extra field that has a meaning: one environment's array, and its values.
-struct KnownField {
-  ArraySpec spec;
-  ValueRule rule;
-};
-
 }  // namespace
 
 void refuse(const std::string& place, const std::string& why) {
@@ -332,7 +324,8 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
   add("episode_step", {DType::kInt64, {num_envs}}, count);
   add("episode_return", {DType::kFloat32, {num_envs}}, finite());
 
-  std::map<std::string, KnownField> known = {
+  // Extra fields that have a meaning: one environment's array, and its values.
+  std::map<std::string, std::pair<ArraySpec, ValueRule>> known = {
       {"truncated", {{DType::kBool, {}}, any}},
       {"game_over", {{DType::kBool, {}}, any}},
       {"game_step", {{DType::kInt64, {}}, count}},
@@ -342,9 +335,8 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
     known["last_action"] = {{dtype, shape.tail()},
                             is_float(dtype) ? finite() : actions.rules[0]};
   }
-  const std::set<std::string> reserved = {"observation", "reward", "done",
-                                          "episode_step", "episode_return"};
-  std::set<std::string> taken = reserved;
+  std::set<std::string> taken = {"observation", "reward", "done", "episode_step",
+                                 "episode_return"};
   check_most("hello", static_cast<uint64_t>(hello.extra_fields_size()), "extra fields",
              kMaxArrays);
   for (const wire::Field& field : hello.extra_fields()) {
@@ -352,35 +344,29 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
     const std::string place = "extra field " + quoted(name);
     check_length(name, "extra field");
     if (name.empty()) refuse(place, "the name is empty");
-    if (!taken.insert(name).second) {
-      refuse(place, reserved.count(name) > 0 ? "the name is taken by the step"
-                                             : "the name comes twice");
-    }
+    if (!taken.insert(name).second) refuse(place, "the name is taken");
     const ArraySpec one{checked_dtype(field.dtype(), place),
                         checked_shape(field.shape(), place)};
     const auto found = known.find(name);
-    if (found != known.end() && one != found->second.spec) {
+    const bool is_known = found != known.end();
+    if (is_known && one != found->second.first) {
       refuse(place,
-             "is " + one.to_string() + ", must be " + found->second.spec.to_string());
+             "is " + one.to_string() + ", must be " + found->second.first.to_string());
     }
     if (name == "truncated") truncated = arrays.size();
     if (name == "game_over") game_over = arrays.size();
-    add(name, batched(one, num_envs, place),
-        found != known.end() ? found->second.rule : any);
+    add(name, batched(one, num_envs, place), is_known ? found->second.second : any);
   }
 
   check_most("hello", arrays.size(), "arrays per step", kMaxArrays);
   // The largest messages: what they hold besides the arrays takes less than 64 bytes.
-  size_t observation_bytes = 0, action_bytes = 0;
+  size_t observation_bytes = 0;
+  size_t action_bytes = has_action_space ? 0 : 1;  // else each action is checked
   for (size_t i = 0; i < arrays.size(); ++i) {
     step_bytes += arrays[i].num_bytes();
     if (i < num_observation_arrays) observation_bytes += arrays[i].num_bytes();
   }
-  if (has_action_space) {
-    action.for_each([&](const ArraySpec& spec) { action_bytes += spec.num_bytes(); });
-  } else {
-    action_bytes = 1;  // each action is checked
-  }
+  action.for_each([&](const ArraySpec& spec) { action_bytes += spec.num_bytes(); });
   for (const auto& [place, bytes] : {std::pair("observation", observation_bytes),
                                      std::pair("action", action_bytes)}) {
     if (bytes == 0) refuse(place, "the space has no array with an element");

@@ -187,8 +187,8 @@ ACTIONS = {
 FIELDS_OF_ANOTHER_KIND = {
     "truncated": ("INT64", [], "must be bool []"),
     "last_action": ("FLOAT32", [], "must be int64 []"),
-    "reward": ("FLOAT32", [], "taken by the step"),
-    "mask": ("FLOAT32", [], "comes twice"),
+    "reward": ("FLOAT32", [], "the name is taken"),
+    "mask": ("FLOAT32", [], "the name is taken"),
     "huge": ("FLOAT64", [2**26], "larger than a message"),
 }
 NUMBERS = {

@@ -20,7 +20,7 @@ using Batch = DynamicBatcher::Batch;
 template <typename Queue>
 std::shared_ptr<Queue> make(int64_t batch_dim, int64_t minimum_batch_size,
                             int64_t maximum_batch_size,
-                            std::optional<double> timeout_ms, bool check,
+                            std::optional<double> timeout_ms, bool /*check*/,
                             std::optional<int64_t> maximum_queue_size,
                             const py::object& allocator) {
   load_numpy();
@@ -32,7 +32,6 @@ std::shared_ptr<Queue> make(int64_t batch_dim, int64_t minimum_batch_size,
   if (maximum_queue_size) {
     options.maximum_queue_size = to_size(*maximum_queue_size, "maximum_queue_size", 1);
   }
-  options.check = check;
   if (!allocator.is_none()) options.allocator = allocator_from_python(allocator);
   return make_here<Queue>(std::move(options));
 }
@@ -96,7 +95,7 @@ Args:
     maximum_batch_size: entries that a batch never exceeds.
     timeout_ms: how long an incomplete batch waits for more, in milliseconds. None or inf:
         for ever, or until the queue is full.
-    check_inputs: find faulty items in enqueue(), not only when a batch is made.
+    check_inputs: for older code; items are always checked.
     maximum_queue_size: items that may wait before enqueue() blocks. None: any number.
     allocator: function of a number of bytes that returns writable memory of at least that
         size, in which batches are made: a torch tensor, for example of pinned memory, or
@@ -184,9 +183,7 @@ holds, too: a loop that can fail answers with set_error().
         batch.set_outputs(model(batch.get_inputs()))
 
 Args:
-    check_outputs: refuse outputs with more entries than the batch; those with fewer
-        always are. If false, faulty inputs are found when their batch is made, and all
-        its callers get AsyncError.
+    check_outputs: for older code; inputs and outputs are always checked.
     The others as in BatchingQueue; timeout_ms is 100 by default.
 
 Raises:

@@ -22,7 +22,7 @@ DTYPES = [
 ]
 KINDS = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict")
 STANDARD_FIELDS = {"observation", "reward", "done", "episode_step", "episode_return"}
-MAX_BOUNDS = 65536  # a Box with more elements is sent with its outermost bounds
+MAX_BOUNDS = 8192  # a Box with more elements is sent with its outermost bounds
 
 
 class UnusableError(Exception):

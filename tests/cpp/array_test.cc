@@ -211,7 +211,9 @@ TEST_F(ArrayTest, ConcatenateAndSliceLikeTheNaiveOnes) {
     SCOPED_TRACE(shape.to_string() + " dim " + std::to_string(dim));
     const Array joined = concatenate(arrays, dim, pool);
     expect_same(joined, naive_concatenate(arrays, dim));
-    if (joined.num_bytes() > 0) EXPECT_NE(joined.data(), arrays.back().data());
+    if (joined.num_bytes() > 0) {
+      EXPECT_NE(joined.data(), arrays.back().data());
+    }
 
     const int64_t size = joined.shape()[dim];
     const int64_t begin = static_cast<int64_t>(random() % (size + 1));

@@ -321,22 +321,6 @@ TEST_F(BatchingQueueTest, WhoLeavesTheLineTakesItsItemAlong) {
   EXPECT_EQ(queue.size(), 0u);
 }
 
-TEST_F(BatchingQueueTest, FindsFaultyItemsLater) {
-  BatchingQueue queue(unchecked(with_timeout(batch_sizes(4, 4), 0)));
-  for (const Faulty& faulty : faulty_items()) {
-    queue.enqueue(good_item());
-    EXPECT_NO_THROW(queue.enqueue(faulty.nest));
-    // Together in a batch, or, where the faulty one is too wide for that, one by one.
-    std::string errors;
-    while (queue.size() > 0) {
-      errors += error_of<std::invalid_argument>([&] { queue.dequeue(); });
-    }
-    for (const std::string& text : faulty.says) EXPECT_TRUE(contains(errors, text));
-  }
-  queue.enqueue(good_item());
-  EXPECT_EQ(queue.dequeue()->num_leaves(), 2u);
-}
-
 TEST_F(BatchingQueueTest, ItemsNeedOnlyFitThoseWaiting) {
   BatchingQueue queue(batch_sizes(1, 4));
   queue.enqueue(numbered({2, 1}));

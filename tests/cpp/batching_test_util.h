@@ -36,11 +36,6 @@ inline BatchingOptions with_queue_size(BatchingOptions options, size_t size) {
   return options;
 }
 
-inline BatchingOptions unchecked(BatchingOptions options) {
-  options.check = false;
-  return options;
-}
-
 // Items
 
 // An item [2, width, 3] whose values start with `first`.
@@ -82,13 +77,13 @@ inline std::vector<Faulty> faulty_items() {
       {Vector{}, {"without any array", "a vector of 0"}},
       {Map{{"a", Vector{}}}, {"without any array"}},
       {with(frame, numbered({2})),
-       {"at [0][\"reward\"]: int32 [2]", "1 dimension,", "at least 2"}},
-      {Array(), {"at the root: uint8 []", "0 dimensions"}},
+       {"at [0][\"reward\"]: int32 [2] has no dimension 1, the batch dimension"}},
+      {Array(), {"at the root: uint8 [] has no dimension 1"}},
       {with(frame, numbered({2, 2})),
        {"at [0][\"reward\"]: int32 [2, 2] has 2 entries along dimension 1",
         "first array has 1"}},
       {with(numbered({2, 0, 7}), numbered({2, 0})),
-       {"at [0][\"frame\"]: int32 [2, 0, 7] has 0 entries", "at least 1"}},
+       {"at [0][\"frame\"]: int32 [2, 0, 7] has 0 entries", "1 is needed"}},
       {with(numbered({2, 5, 7}), numbered({2, 5})),
        {"5 entries along dimension 1", "at most 4 (maximum_batch_size)"}},
       {Vector{frame},

@@ -368,7 +368,8 @@ void check_lane(const std::string& program, bool is_learner) {
       case 3: {
         EnvRow row;
         row.arrays = exact(is_learner ? spec().action.flatten() : spec().arrays);
-        side.write(is_learner ? action_message(row) : step_message(row), pool());
+        side.write(is_learner ? action_message(row.arrays, 0) : step_message(row),
+                   pool());
         break;
       }
     }

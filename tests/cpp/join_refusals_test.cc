@@ -137,24 +137,6 @@ TEST_F(JoinRefusalsTest, SilentPeersAreCut) {
   EXPECT_TRUE(contains(run.pool().stats().last_error, "step timeout"));
 }
 
-TEST_F(JoinRefusalsTest, LargeMessagesAreDecodedOneAtATime) {
-  auto listener = listen();
-  wire::EnvHello large = CountingEnvironment(1, 2).hello();
-  for (int i = 0; i < 100; ++i) {
-    wire::Setting* const setting = large.add_settings();
-    setting->set_name("flag" + std::to_string(i));
-    setting->set_value(std::string(1000, 'x'));
-  }
-  HandMade stream(unix_address());
-  stream.expect_hello();
-  {
-    const auto turn = turn_of(buffer_of(std::string(100'000, 'x')));
-    stream.say_hello(large);
-    EXPECT_THROW(listener->probe(Milliseconds(200)), TransportError);
-  }
-  EXPECT_EQ(listener->probe(Milliseconds(60'000)).settings_size(), 100);
-}
-
 TEST_F(JoinRefusalsTest, AnUnusableHelloIsNotTheMeasure) {
   auto listener = listen();
   CountingEnvironment bad(1, 3);

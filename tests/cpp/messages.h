@@ -34,7 +34,7 @@ inline grpc::ByteBuffer encode_step(const EnvRow& row, MemoryPool& pool) {
 
 inline grpc::ByteBuffer encode_action(const std::vector<Array>& action, uint64_t number,
                                       MemoryPool& pool, bool with_layout = false) {
-  return encode(action_message({action, {}, 0, number}, with_layout), pool);
+  return encode(action_message(action, number, with_layout), pool);
 }
 
 inline std::string bytes_of(const grpc::ByteBuffer& buffer) {

@@ -98,10 +98,11 @@ TEST_F(SharedLaneTest, CarriesStepsAndActionsInTurn) {
       const EnvRow step = make_row(spec, static_cast<uint8_t>(i), i % 3 == 0);
       ASSERT_TRUE(lane.environment->write(step_message(step)));
       ASSERT_TRUE(reads(*lane.learner, bytes_of(encode(step_message(step), pool))));
-      EnvRow action{{numbered({E, 2}, i)}, {}, 0, static_cast<uint64_t>(i)};
-      ASSERT_TRUE(lane.learner->write(action_message(action)));
+      const std::vector<Array> action{numbered({E, 2}, i)};
+      const auto number = static_cast<uint64_t>(i);
+      ASSERT_TRUE(lane.learner->write(action_message(action, number)));
       ASSERT_TRUE(
-          reads(*lane.environment, bytes_of(encode(action_message(action), pool))));
+          reads(*lane.environment, bytes_of(encode_action(action, number, pool))));
     }
   }
 }

@@ -196,12 +196,11 @@ TEST(StreamSpecTest, RefusesWithAReason) {
   EXPECT_EQ(field("count", static_cast<wire::DType>(-1), {}),
             "extra field \"count\": no such dtype: -1, allowed are 1 to 12");
   EXPECT_EQ(field("", wire::INT8, {}), "extra field \"\": the name is empty");
-  EXPECT_EQ(field("lives", wire::INT8, {}),
-            "extra field \"lives\": the name comes twice");
+  EXPECT_EQ(field("lives", wire::INT8, {}), "extra field \"lives\": the name is taken");
   for (const std::string name :
        {"observation", "reward", "done", "episode_step", "episode_return"}) {
     EXPECT_EQ(field(name, wire::INT8, {}),
-              "extra field \"" + name + "\": the name is taken by the step");
+              "extra field \"" + name + "\": the name is taken");
   }
   EXPECT_EQ(reason([](auto* hello) {
               for (int i = 0; i < 1020; ++i) {

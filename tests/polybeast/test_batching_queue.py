@@ -39,9 +39,9 @@ def test_items_without_a_batch_are_value_errors_that_name_the_place():
     queue = BatchingQueue(batch_dim=1)
     with pytest.raises(ValueError, match="without any array"):
         queue.enqueue(((), {"a": []}))
-    with pytest.raises(ValueError, match=r'\[1\]\["x"\].*1 dimension'):
+    with pytest.raises(ValueError, match=r'\[1\]\["x"\].*no dimension 1'):
         queue.enqueue((leaf(0), {"x": np.zeros(3)}))
-    with pytest.raises(ValueError, match=r"the root.*0 dimensions"):
+    with pytest.raises(ValueError, match=r"the root.*no dimension 1"):
         queue.enqueue(torch.tensor(1.0))
 
 

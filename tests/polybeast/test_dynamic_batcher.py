@@ -94,7 +94,7 @@ def test_a_batch_dropped_unanswered(threads):
 
 def test_faulty_inputs_are_the_callers_error():
     batcher = DynamicBatcher()
-    with pytest.raises(ValueError, match=r'\["x"\].*1 dimension'):
+    with pytest.raises(ValueError, match=r'\["x"\].*no dimension 1'):
         batcher.compute({"x": np.zeros(3)})
     with pytest.raises(TypeError, match=r"\[0\].*str"):
         batcher.compute(["x"])
