@@ -96,21 +96,19 @@ void check_values(const StreamSpec& spec, const std::vector<Array>& arrays) {
     const ValueRule& rule = spec.rules[k];
     const std::optional<Bad> bad = find_bad(arrays[k], rule);
     if (!bad) continue;
+    const bool is_real = is_float(arrays[k].dtype());
     const size_t per_env =
         arrays[k].spec().num_elements() / static_cast<size_t>(spec.num_envs);
     const size_t element = bad->i % per_env;
-    const size_t bound = rule.low.size() == 1 ? 0 : element;
-    const double low = rule.low[bound], high = rule.high[bound];
-    const auto text = [&](double x) {
-      return is_float(arrays[k].dtype()) ? text_of(x)
-                                         : std::to_string(static_cast<int64_t>(x));
+    const auto text = [&](const std::vector<double>& bounds) {
+      const double x = bounds[bounds.size() == 1 ? 0 : element];
+      return is_real ? text_of(x) : std::to_string(static_cast<int64_t>(x));
     };
     refuse(spec.names[k],
            bad->text + " in environment " + std::to_string(bad->i / per_env) +
                (per_env > 1 ? ", element " + std::to_string(element) : "") +
-               "; allowed are " +
-               (is_float(arrays[k].dtype()) ? "finite numbers from " : "") + text(low) +
-               " to " + text(high));
+               "; allowed are " + (is_real ? "finite numbers from " : "") +
+               text(rule.low) + " to " + text(rule.high));
   }
 }
 

@@ -246,28 +246,23 @@ std::vector<Array> Unroll::action_of(const ArrayNest& outputs) const {
                                 outputs.describe());
   }
   std::vector<Array> arrays;
-  action->for_each([&](const Array& array) { arrays.push_back(array.at(0)); });
-  const auto refuse = [&](const std::string& wanted) {
-    std::vector<ArraySpec> specs;
-    for (const Array& array : arrays) specs.push_back(array.spec());
-    throw std::invalid_argument("the agent's action is " + describe(specs) + ", and " +
-                                wanted);
-  };
-  if (!spec_.has_action_space) {
-    if (arrays.size() != 1 || arrays[0].shape().size() == 0 ||
-        arrays[0].shape()[0] != spec_.num_envs) {
-      refuse("environments without an action space get one array [1, " +
-             std::to_string(spec_.num_envs) + ", ...]");
-    }
-  } else if (!std::equal(arrays.begin(), arrays.end(), action_specs_.begin(),
-                         action_specs_.end(),
-                         [](const Array& a, const ArraySpec& spec) {
-                           return a.spec() == spec;
-                         })) {
-    refuse("the environments want " + describe(action_specs_) +
-           " (behind a leading 1)");
-  }
-  return arrays;
+  std::vector<ArraySpec> specs;
+  action->for_each([&](const Array& array) {
+    arrays.push_back(array.at(0));
+    specs.push_back(arrays.back().spec());
+  });
+  const bool fits = spec_.has_action_space
+                        ? specs == action_specs_
+                        : specs.size() == 1 && specs[0].shape.size() > 0 &&
+                              specs[0].shape[0] == spec_.num_envs;
+  if (fits) return arrays;
+  throw std::invalid_argument(
+      "the agent's action is " + describe(specs) + ", and " +
+      (spec_.has_action_space
+           ? "the environments want " + describe(action_specs_) +
+                 " (behind a leading 1)"
+           : "environments without an action space get one array [1, " +
+                 std::to_string(spec_.num_envs) + ", ...]"));
 }
 
 // --- Rollouts
@@ -331,18 +326,16 @@ ArrayNest Unroll::named(std::vector<Array> arrays) const {
 // (observation, reward, done, episode_step, episode_return[, extra fields])
 ArrayNest Unroll::positional(std::vector<Array> arrays) const {
   const size_t first = spec_.num_observation_arrays;
-  const size_t first_extra = first + kStandardFields;
-  const auto observation = arrays.begin() + static_cast<int64_t>(first);
-  ArrayNest::Vector fields;
-  fields.reserve(1 + kStandardFields + 1);
-  fields.push_back(nest::pack_as(spec_.observation,
-                                 std::vector<Array>(arrays.begin(), observation)));
-  for (size_t i = first; i < first_extra; ++i) fields.emplace_back(arrays[i]);
+  ArrayNest::Vector fields(
+      arrays.begin() + static_cast<int64_t>(first),
+      arrays.begin() + static_cast<int64_t>(first + kStandardFields));
   ArrayNest::Map extra;
-  for (size_t i = first_extra; i < arrays.size(); ++i) {
+  for (size_t i = first + kStandardFields; i < arrays.size(); ++i) {
     extra.emplace(spec_.names[i], arrays[i]);
   }
   if (!extra.empty()) fields.emplace_back(std::move(extra));
+  arrays.resize(first);
+  fields.insert(fields.begin(), nest::pack_as(spec_.observation, std::move(arrays)));
   return ArrayNest(std::move(fields));
 }
 
