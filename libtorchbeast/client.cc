@@ -83,6 +83,7 @@ struct EnvClient::State {
   std::string last_error TB_GUARDED_BY(mutex);
 
   std::atomic<bool> connected{false};
+  std::atomic<bool> finished{false};
   std::atomic<uint64_t> num_steps{0};
   std::atomic<uint64_t> num_episodes{0};
   std::atomic<uint64_t> num_reconnects{0};
@@ -164,6 +165,9 @@ void EnvClient::State::play(DialledConnection& connection, EnvRunner& runner,
 
 bool EnvClient::State::goes_on(const End& end) {
   switch (end.kind) {
+    case End::kFinished:
+      finished = true;
+      return false;
     case End::kLeft:
       return false;
     case End::kLost:
@@ -274,6 +278,7 @@ EnvClientStats EnvClient::stats() const {
   const State& state = *state_;
   EnvClientStats stats;
   stats.connected = state.connected;
+  stats.finished = state.finished;
   stats.num_steps = state.num_steps;
   stats.num_episodes = state.num_episodes;
   stats.num_reconnects = state.num_reconnects;

@@ -28,6 +28,7 @@ struct EnvClientOptions {
 
 struct EnvClientStats {
   bool connected = false;       // now
+  bool finished = false;        // the learner has completed its run
   uint64_t num_steps = 0;       // E for each
   uint64_t num_episodes = 0;    // steps in which those of all E have ended
   uint64_t num_reconnects = 0;  // times that it was back after a loss
@@ -45,8 +46,8 @@ class EnvClient {
   // Makes the environment, dials, resets it once there is a learner, which says what
   // games it plays, and steps as the learner says, until stop(); with
   // `num_episodes`, until the episodes of all E have ended together so many times, and
-  // leaves then. A lost connection is dialled again, and the
-  // environment goes on where it was. To be called once. Throws
+  // leaves then; or until the learner has completed its run. A lost connection is
+  // dialled again, and the environment goes on where it was. To be called once. Throws
   //   RefusedError        the learner says no: a wrong token, another version, ...
   //   TransportError      no learner for too long
   //   std::runtime_error  the environment raised, also in its making; with its

@@ -187,7 +187,7 @@ void DialledConnection::leave_with_error(const std::string& text) {
   try {
     write(encode_error(text));
     leave();
-  } catch (const TransportError&) {
+  } catch (const Ended&) {
   }
 }
 
@@ -232,6 +232,9 @@ void DialledConnection::throw_reason(bool) { throw_end(finish()); }
 void DialledConnection::throw_end(const grpc::Status& status) {
   const char* reason = cancel_reason();
   if (reason != nullptr) throw TransportError(peer() + " " + reason);
+  if (status.ok() && method_ == kJoinMethod) {
+    throw Ended(End::kFinished, peer() + " has completed its run");
+  }
   if (status.ok()) throw TransportError(peer() + " has ended the stream");
   if (meaning_of(status.error_code()) == End::kRefused) {
     throw RefusedError(peer() + " refuses: " + status.error_message());
@@ -278,12 +281,14 @@ bool ServedConnection::do_read(grpc::ByteBuffer* message) {
 // As TryCancel(), but the other side gets the reason.
 void ServedConnection::do_cancel() {
   const std::string text = peer() + " " + cancel_reason();
-  grpc_call_cancel_with_status(context_.c_call(), GRPC_STATUS_UNAVAILABLE, text.c_str(),
-                               nullptr);
+  const auto status =
+      cancel_reason() == kRunIsComplete ? GRPC_STATUS_OK : GRPC_STATUS_UNAVAILABLE;
+  grpc_call_cancel_with_status(context_.c_call(), status, text.c_str(), nullptr);
 }
 
 void ServedConnection::throw_reason(bool reading) {
   const char* reason = cancel_reason();
+  if (reason == kRunIsComplete) throw_over();
   if (reason != nullptr) throw TransportError(peer() + " " + reason);
   if (reading && !is_gone()) throw Ended(End::kLeft, peer() + " has left");
   throw TransportError(peer() + " is lost");

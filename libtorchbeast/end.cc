@@ -7,6 +7,8 @@
 
 namespace torchbeast {
 
+const char kRunIsComplete[] = "is no longer needed: the run is complete";
+
 namespace {
 
 const char kOverText[] = "this learner is about to end";
@@ -14,6 +16,7 @@ const char kOverText[] = "this learner is about to end";
 grpc::StatusCode code_of(End::Kind kind) {
   switch (kind) {
     case End::kLeft:
+    case End::kFinished:
     case End::kRaised:
       return grpc::StatusCode::OK;
     case End::kLost:

@@ -18,11 +18,12 @@ namespace torchbeast {
 
 struct End {
   enum Kind {
-    kLeft,    // the other side has ended it without an error
-    kLost,    // no connection, or none any more
-    kOver,    // the learner is about to end
-    kRaised,  // the other side's environment has raised, and it knows
-    kFailed,  // an error of this side, or of its environment
+    kLeft,      // the other side has ended it without an error
+    kLost,      // no connection, or none any more
+    kOver,      // the learner is about to end
+    kFinished,  // its run is complete: no other comes
+    kRaised,    // the other side's environment has raised, and it knows
+    kFailed,    // an error of this side, or of its environment
     // Refusals:
     kRefused,     // one side says no for good: another version, another user, ...
     kStranger,    // the other side has not shown the token
@@ -47,6 +48,9 @@ class Ended : public std::runtime_error {
       : std::runtime_error(text), kind(kind) {}
   const End::Kind kind;
 };
+
+// Why a learner whose run is complete cancels the streams that have joined.
+extern const char kRunIsComplete[];
 
 // Throws kOver.
 [[noreturn]] void throw_over();

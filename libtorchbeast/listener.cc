@@ -234,6 +234,8 @@ void Listener::close() {
   state_->server.stop(kLongestEnd, state_);
 }
 
+void Listener::finish() { state_->server.finish(); }
+
 bool Listener::is_closed() const { return state_->closing; }
 
 std::string Listener::address() const { return state_->server.address(); }

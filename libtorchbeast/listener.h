@@ -64,6 +64,9 @@ class Listener {
   // As StreamServer::stop, for at most 5 s.
   void close();
   bool is_closed() const;
+  // The run is complete. Environments hear that, and don't dial again. Before the
+  // pool's close(); close() comes later, and tells those that dial in between, too.
+  void finish();
 
   std::string address() const;  // as StreamServer's
   int max_streams() const;

@@ -88,6 +88,7 @@ struct StreamServer::Listening {
 // From here on watch() and stop() may cancel the connection.
 void StreamServer::add(ServedConnection* connection, const std::string& peer_name) {
   MutexLock lock(mutex_);
+  if (finished_) throw Ended(End::kFinished, kRunIsComplete);
   if (stopping_) throw TransportError(connection->peer() + " " + why_cut_off(method_));
   const auto is_same = [&](const auto& other) { return other.second == peer_name; };
   if (connections_.size() >= static_cast<size_t>(options_.max_streams) ||
@@ -281,6 +282,14 @@ void StreamServer::stop(Milliseconds limit, std::shared_ptr<void> owner) {
   }
   MutexLock lifecycle(lifecycle_);
   watcher_.join();
+}
+
+void StreamServer::finish() {
+  MutexLock lock(mutex_);
+  finished_ = true;
+  for (const auto& [connection, name] : connections_) {
+    connection->cancel(kRunIsComplete);
+  }
 }
 
 AtEnd<void (*)()> StreamServer::as_handler() const {

@@ -58,6 +58,8 @@ class StreamServer {
   // of a handler. `owner` keeps this and all that the handlers use until they have
   // returned. May be called from any thread, any number of times, also before start.
   void stop(Milliseconds limit, std::shared_ptr<void> owner);
+  // The learner's run is complete: ends all streams with OK, also those to come.
+  void finish() TB_EXCLUDES(mutex_);
   // Until the end of the scope this thread is that of a handler.
   AtEnd<void (*)()> as_handler() const;
   // Whether some handlers had not returned in time, and still have not.
@@ -113,6 +115,7 @@ class StreamServer {
   CondVar changed_;
   bool started_ TB_GUARDED_BY(mutex_) = false;
   bool stopping_ TB_GUARDED_BY(mutex_) = false;
+  bool finished_ TB_GUARDED_BY(mutex_) = false;
   std::shared_ptr<void> owner_ TB_GUARDED_BY(mutex_);  // see stop()
   Clock::time_point give_up_at_ TB_GUARDED_BY(mutex_) = Clock::time_point::max();
   bool ended_ TB_GUARDED_BY(mutex_) = false;  // all handlers have returned

@@ -189,7 +189,8 @@ Raises:
           },
           py::arg("num_episodes") = py::none(), py::arg("here") = false, R"(
 Make the environment, dial, reset it once the learner has answered, and step as the learner
-says, until stop() is called or Ctrl-C comes. With num_episodes: until the episodes of all E
+says, until stop() is called, Ctrl-C comes or the learner has completed its run, see
+stats(). With num_episodes: until the episodes of all E
 have ended together so many times, and leave then. A lost connection is dialled again, and
 the environment goes on where it was. Call it once. `here`: the environment lives in this
 thread, see Server.start; Ctrl-C acts while it works or has no learner.
@@ -208,14 +209,15 @@ says where it hangs. Any thread may call it, any number of times.
           "stats",
           [](const EnvClient& self) {
             const EnvClientStats stats = self.stats();
-            return py::dict("connected"_a = stats.connected,
-                            "num_steps"_a = stats.num_steps,
-                            "num_episodes"_a = stats.num_episodes,
-                            "num_reconnects"_a = stats.num_reconnects,
-                            "last_error"_a = to_text(stats.last_error));
+            return py::dict(
+                "connected"_a = stats.connected, "finished"_a = stats.finished,
+                "num_steps"_a = stats.num_steps, "num_episodes"_a = stats.num_episodes,
+                "num_reconnects"_a = stats.num_reconnects,
+                "last_error"_a = to_text(stats.last_error));
           },
           R"(
-connected (now), and counters since the beginning: num_steps (E for each), num_episodes
+connected (now), finished (whether the learner has completed its run), and counters since
+the beginning: num_steps (E for each), num_episodes
 (steps in which those of all E have ended), num_reconnects. last_error says why
 there was no learner last.
 )");

@@ -387,6 +387,10 @@ Raises:
       .def("close", &Listener::close, py::call_guard<WithoutGil>(),
            "End all streams and remove the unix socket. Any thread may call it, any "
            "number of times.")
+      .def("finish", &Listener::finish, py::call_guard<WithoutGil>(), R"(
+The run is complete: Client.run() returns in all environments, also in those that join until
+close(). Call it before ActorPool.close(). Without it they dial again.
+)")
       .def(
           "probe",
           [](Listener& self, double timeout_s) {

@@ -70,6 +70,32 @@ TEST_F(JoinTest, ItListensToOtherMachinesWithSecurityOnly) {
 
 // Ends
 
+// Over shared memory, the socket alone and TCP; one joins between the two ends.
+TEST_F(JoinTest, ACompleteRunEndsItsEnvironments) {
+  for (const std::string address : {"", "127.0.0.1:0"}) {
+    auto listener = listen(4, address);
+    EnvClientOptions options = client_options(listener->address());
+    RunningClient first(counting(3), options);
+    listener->probe(Milliseconds(60'000));
+    options.offers_memory = false;
+    RunningClient second(counting(3), options);
+    wait_until([&] { return listener->stats().num_streams == 2; });
+    Session run(pool_options(listener));
+    for (int i = 0; i < 5; ++i) run.rollouts();
+    listener->finish();
+    run.end();
+    RunningClient late(counting(3), options);
+    for (RunningClient* client : {&first, &second, &late}) {
+      EXPECT_NO_THROW(client->wait());
+      EXPECT_TRUE(client->client().stats().finished);
+    }
+    EXPECT_EQ(run.pool().stats().num_dropped_steps, 0u);
+    for (EventLog* events : {&run.pool().events(), &listener->events()}) {
+      EXPECT_TRUE(events->take().first.empty());
+    }
+  }
+}
+
 TEST_F(JoinTest, AnEnvironmentsErrorReachesBothSides) {
   auto listener = listen();
   ActorPoolOptions options = pool_options(listener);

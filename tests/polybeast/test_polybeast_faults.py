@@ -7,7 +7,9 @@ loudly where it can't; test_polybeast.py has the faults of both started together
 import os
 import pathlib
 import signal
+import time
 
+import runs
 import torch
 from certificates import Certificates
 from watched_runs import END_SECONDS, wait_until
@@ -75,6 +77,23 @@ def test_a_joined_environment_that_breaks_a_rule_is_replaced(serve, learn, tmp_p
     assert "rewards [nan" in servers.console
     servers.end()
     run.end()
+
+
+def test_joined_servers_end_when_the_run_is_complete(serve, learn, tmp_path):
+    address = f"unix:{tmp_path}/learner"
+    servers = serve(join=address, num_servers=2)
+    run = learn(listen=address, num_actors=2)
+    run.wait_for_updates(2)
+    run.end()
+    wait_until(lambda: "Waiting for a learner" in servers.console, "they dial again")
+    step = int(rows_of(run)[-1]["step"]) + 10 * 2 * E * T
+    run = learn(listen=address, num_actors=2, total_steps=step)
+    run.wait_for_end(0)
+    ended_at = time.monotonic()
+    servers.wait_for_end(0)
+    assert time.monotonic() - ended_at < runs.patience(5)
+    assert "The learner has completed its run." in servers.console
+    assert "A stream is lost" not in run.console
 
 
 def test_an_environment_raises(serve, learn, pipes, tmp_path):

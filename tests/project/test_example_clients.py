@@ -6,6 +6,7 @@ Their learner is scripted_learner.py; at the end the real one.
 import contextlib
 import fcntl
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -13,8 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
+from gymnasium import spaces
 from scripted_learner import (
     SECONDS,
     Follower,
@@ -210,9 +213,43 @@ def test_a_learner_that_breaks_the_rules_is_left(start, learner, says, why):
 # --- The real learner -----------------------------------------------------------------
 
 
+def test_a_program_with_a_loop_of_its_own(tmp_path, monkeypatch):
+    """It plays episodes of four steps until the run is complete, some cut off."""
+    monkeypatch.syspath_prepend(CLIENTS / "python")
+    from caller import Caller, RunComplete
+
+    address = f"unix:{tmp_path}/learner"
+    flags = {"listen": address, "num_actors": 1, "envs_per_actor": 1, "batch_size": 1}
+    module = "torchbeast.polybeast_learner"
+    run = runs.start(tmp_path, "run", module=module, **{**runs.SMALL, **flags})
+    parts = {"x": spaces.Box(-9, 9, (3,)), "n": spaces.Discrete(50, start=7)}
+    observe = [{"x": np.full(3, i), "n": 7 + i} for i in range(5)]
+    actions = set()
+    with Caller(address, spaces.Dict(parts), spaces.Discrete(3, start=5)) as agent:
+
+        def play():
+            for episode in itertools.count():
+                actions.add(int(agent.begin(observe[0])))
+                for i in (1, 2, 3):
+                    actions.add(int(agent.step(i, observe[i])))
+                agent.end(4, observe[4] if episode % 2 else None)
+
+        with pytest.raises(RunComplete):
+            play()
+    output = runs.finish(run)
+    assert run.returncode == 0, output
+    assert "WARNING" not in output
+    assert actions == {5, 6, 7}
+    rows = runs.read_logs(tmp_path, "run")
+    assert {x["mean_episode_return"] for x in rows if x["mean_episode_return"]} == {
+        "10.0"
+    }
+    assert int(rows[-1]["dropped_steps"]) == 0
+
+
 @pytest.mark.slow
 def test_python_and_cpp_train_one_policy(start_client, tmp_path):
-    """It learns from both, in two runs, and plays well where Gymnasium plays."""
+    """It learns from both, which end with it, and plays well where Gymnasium plays."""
     address = f"unix:{tmp_path}/learner"
     clients = [
         start_client(language, address, "--num_envs", 8, "--seed", 1)
@@ -223,9 +260,9 @@ def test_python_and_cpp_train_one_policy(start_client, tmp_path):
     )
     flags = {"preset": "classic-control", "precision": "fp32", "torch_threads": 1}
     flags |= {"listen": address, "num_actors": 2}
-    run(**flags, total_steps=20_000)
-    assert [client.poll() for client in clients] == [None, None]  # they dial again
     run(**flags, total_steps=100_000)
+    assert all("The stream has ended after" in finish(client) for client in clients)
+    assert [client.returncode for client in clients] == [0, 0]
     rows = runs.read_logs(tmp_path, "a")
     returns = [float(row["mean_game_return_100"] or 0) for row in rows]
     assert max(returns) > 80  # a random policy: 20

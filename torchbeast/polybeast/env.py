@@ -7,7 +7,8 @@
 Server i listens at PIPES_BASENAME.i, or, with --bind HOST:PORT, at HOST:PORT+i. Each
 stream that a learner opens gets --envs_per_actor new environments: one stream in the
 server's main thread, further ones in threads of their own. With --join each server has
-one stream to a learner that listens. Dead servers are restarted. This loads no PyTorch.
+one stream to a learner that listens, and they end when its run is complete. Dead
+servers are restarted. This loads no PyTorch.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from torchbeast.polybeast import security
 from torchbeast.polybeast.flags import Connection, OfServers, Servers
 from torchbeast.polybeast.native import require_native
 from torchbeast.polybeast.serving import serve
-from torchbeast.polybeast.supervisor import Supervisor
+from torchbeast.polybeast.supervisor import Finished, Supervisor
 from torchbeast.runs import flagset, start
 
 
@@ -63,6 +64,7 @@ def make_parser() -> FlagParser:
 def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     """Serves until one of the sentinels `until` is ready; then returns 0.
 
+    With --join also until the learner has completed its run.
     Raises ServerError if a server can't start, or crashes again and again.
     """
     if flags.bind and flags.join:
@@ -70,7 +72,7 @@ def run(flags: Flags, until: Sequence[Any] = ()) -> int:
     security.security(flags)  # raises before a process is started
     if not (flags.bind or flags.join):
         security.make_private_folder(flags.pipes_basename)
-    with contextlib.ExitStack() as stack:
+    with contextlib.suppress(Finished), contextlib.ExitStack() as stack:
         servers = Supervisor(serve, flags, addresses(flags))
         stack.callback(servers.stop)
         if getattr(flags, "metrics_port", 0):

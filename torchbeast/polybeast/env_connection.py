@@ -2,11 +2,12 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from torchbeast.base import parts
 from torchbeast.base.errors import FlagError, using
 from torchbeast.flags import Atari, Environment, Flags
+
+MOST_BYTES = 2**20  # of a file with addresses
 
 
 def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
@@ -32,8 +33,10 @@ def server_addresses(flags: argparse.Namespace) -> list[str]:
     if not given:
         return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
     if given.startswith("@"):
-        with using("--server_addresses"):
-            given = Path(given[1:]).read_text()
+        with using("--server_addresses"), open(given[1:], encoding="utf-8") as file:
+            given = file.read(MOST_BYTES)
+        if len(given) == MOST_BYTES:
+            raise FlagError("--server_addresses: the file has 1 MiB or more")
     addresses = []
     for word in given.replace(",", " ").split():
         ports = re.fullmatch(r"(?!unix:)(.+):(\d+)-(\d+)", word)  # host:5000-5007

@@ -87,11 +87,7 @@ def play_on_servers(
     if draws(flags):
         raise FlagError("servers can't show their games: leave out --server_addresses")
     # Batches of one fit all streams; nothing learns from them.
-    layout: dict[str, Any] = {
-        "batch_size": 1,
-        "max_learner_queue_size": 1,
-        "sync": False,
-    }
+    layout: Any = {"batch_size": 1, "max_learner_queue_size": 1, "sync": False}
     if "envs_per_actor" not in flags.typed:
         layout["envs_per_actor"] = None  # the servers' number
     if "num_actors" not in flags.typed:

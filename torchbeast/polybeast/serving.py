@@ -60,6 +60,8 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
         send(("ready", address, description))
         if flags.join:
             run_client(flags, server, lambda text: send(("log", text)), here=True)
+            if server.stats()["finished"]:
+                send(("finished",))
         else:
             server.run()
     except BaseException as error:

@@ -75,11 +75,8 @@ def train(start: Start) -> int:
             return learner.train(start, check, listen=address)
     # Not forked, because gRPC does not work in a forked process. The learner has the
     # port of --metrics_port.
-    servers = mp.get_context("spawn").Process(
-        target=env.run_for_learner,
-        args=(flags.replace(metrics_port=0),),
-        name="servers",
-    )
+    spawn, theirs = mp.get_context("spawn"), flags.replace(metrics_port=0)
+    servers = spawn.Process(target=env.run_for_learner, args=(theirs,), name="servers")
     try:
         with children.starting_children():
             servers.start()

@@ -189,6 +189,8 @@ class Streams:
 
     def close(self) -> None:
         """Asks all threads of the streams to return."""
+        if self.envs.listener and self.run.exit_status == 0:
+            self.envs.listener.finish()  # environments don't connect again
         for group in self.groups:
             group.close()
 

@@ -25,6 +25,10 @@ LIMIT = 300.0  # seconds to get ready, or for a step; at least --actor_timeout
 BEAT_SECONDS = 2.0  # between two signs of life
 
 
+class Finished(Exception):
+    """The learner has completed its run, so the servers that joined it end."""
+
+
 class RefusedForGood(ServerError):
     """The learner refuses, and trying again would not help."""
 
@@ -144,6 +148,9 @@ class Supervisor:
             self.ever_ready = True
             server.address = rest[0]  # keeps a port that was free
             log.info("Server %d at %s: %s", server.index, *rest)
+        elif kind == "finished":
+            log.info("The learner has completed its run.")
+            raise Finished
         elif self.is_new(*rest):
             log.info("%s", *rest)
 
