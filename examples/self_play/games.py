@@ -8,7 +8,7 @@ import logging
 import os
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gymnasium
@@ -83,19 +83,31 @@ class SelfPlay(gymnasium.Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Starts a game. options["seat"], 0 or 1, chooses the learner's seat."""
+        self.begin(seed, options)
+        let_opponents_move([self])
+        return self.observe(self.me, self.number), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict]:
+        self.begin_step(action)
+        let_opponents_move([self])
+        return self.end_step()
+
+    # The parts of reset() and step(), between which the opponent moves if it is its
+    # turn:
+
+    def begin(self, seed: int | None = None, options: Any = None) -> None:
         super().reset(seed=seed)
         seat = int(self.np_random.integers(2))
         self.me = self.seats[(options or {}).get("seat", seat)]
         self.number, self.opponent = self.draw_opponent()
         self.game.reset(seed=int(self.np_random.integers(2**31)))
         self.reward = 0.0
-        self.let_opponent_move()
-        return self.observe(self.me, self.number), {}
 
-    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict]:
+    def begin_step(self, action: Any) -> None:
         self.reward = 0.0
         self.move(int(action))
-        self.let_opponent_move()
+
+    def end_step(self) -> tuple[dict[str, Any], float, bool, bool, dict]:
         ends = [
             any(x.values()) for x in (self.game.terminations, self.game.truncations)
         ]
@@ -111,12 +123,9 @@ class SelfPlay(gymnasium.Env):
         self.game.step(action)
         self.reward += self.game.rewards[self.me]
 
-    def let_opponent_move(self) -> None:
-        game = self.game
-        while (now := game.agent_selection) != self.me:
-            if any(game.terminations.values()) or any(game.truncations.values()):
-                return
-            self.move(self.opponent.move(self.observe(now, 0)))
+    def is_opponents_turn(self) -> bool:
+        ends = self.game.terminations.values(), self.game.truncations.values()
+        return self.game.agent_selection != self.me and not any(map(any, ends))
 
     def observe(self, agent: str, number: int) -> dict[str, Any]:
         return {**self.game.observe(agent), "opponent": np.int64(number)}
@@ -166,6 +175,15 @@ class SelfPlay(gymnasium.Env):
             raise ValueError(f"{path} is of another game, --env {agent.flags.env}")
         greedy = bool(self.np_random.random() < self.greedy)
         return players.saved(agent, self.np_random, greedy)
+
+
+def let_opponents_move(games: Sequence[SelfPlay]) -> None:
+    """All opponents move whose turn it is; those with the same weights in a batch."""
+    while waiting := [x for x in games if x.is_opponents_turn()]:
+        seen = [x.observe(x.game.agent_selection, 0) for x in waiting]
+        moves = players.move_all([x.opponent for x in waiting], seen)
+        for game, move in zip(waiting, moves, strict=True):
+            game.move(move)
 
 
 def kept(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -11,7 +11,9 @@ import runs
 import torch
 from nets import make_flags, make_weights
 
+from examples.self_play import players
 from examples.self_play.games import SelfPlay, kept
+from examples.self_play.league import League
 from torchbeast.base.errors import FlagError
 from torchbeast.runs import checkpoint
 
@@ -127,6 +129,40 @@ def test_a_checkpoint_of_another_game_is_left_out(tmp_path, caplog):
     assert caplog.text.count("is of another game, --env") == 2
     with pytest.raises(ValueError, match="is of another game"):
         make(tmp_path, against=tmp_path / "model.1.tar").reset()
+
+
+def test_opponents_act_in_batches_as_one_by_one(tmp_path, monkeypatch):
+    for number in (1, 2, 3):  # as they have a core, they are in PyTorch
+        random = torch.Generator().manual_seed(number)
+        save(
+            tmp_path / f"model.{number}.tar",
+            "--use_lstm",
+            edit=lambda x, random=random: x["policy.weight"].normal_(generator=random),
+        )
+    sizes, act = [], players.move_batch
+
+    def move_batch(batch, observations):
+        sizes.append(len(batch))
+        return act(batch, observations)
+
+    monkeypatch.setattr(players, "move_batch", move_batch)
+    E, rng = 5, np.random.default_rng(1)
+    league = League(E, folder=str(tmp_path), trust=True)
+    singles = [make(tmp_path) for _ in range(E)]
+    rows, _ = league.reset(seed=10)
+    mine = [x.reset(seed=10 + i)[0] for i, x in enumerate(singles)]
+    for _ in range(30):
+        for name, part in rows.items():
+            np.testing.assert_array_equal(part, [x[name] for x in mine])
+        actions = [rng.choice(np.flatnonzero(x)) for x in rows["action_mask"]]
+        rows, *results, info = league.step(actions)
+        for i, single in enumerate(singles):
+            mine[i], *result, _ = single.step(actions[i])
+            assert [x[i] for x in results] == result
+            assert (info["final_obs"]["observation"][i] == mine[i]["observation"]).all()
+            if result[1]:
+                mine[i], _ = single.reset()
+    assert max(sizes) > 2
 
 
 def test_hard_opponents_come_more_often(tmp_path):
