@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from small_envs import Counter, Echo, env_flags, here
 
-from torchbeast.base.errors import FlagError, MissingPackageError
+from torchbeast.base.errors import FileError, FlagError, MissingPackageError
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.make_env import create_env
 from torchbeast.envs.seeded_games import check_same_spaces
@@ -71,6 +71,9 @@ def fails(env):
     raise TypeError("my own")
 
 
+RECORD = "gymnasium.wrappers:RecordVideo"
+
+
 def test_what_is_no_environment():
     with pytest.raises(InvalidEnvironmentError, match=r"not a gymnasium.Env with"):
         create_env(env_flags(here(several)))
@@ -85,6 +88,8 @@ def test_what_is_no_environment():
         ({"wrapper": f"{__name__}:needs"}, MissingPackageError, "--wrapper .*no_pack"),
         ({"wrapper": f"{__name__}:lacks"}, MissingPackageError, "--wrapper .*moviepy"),
         ({"wrapper": f"{__name__}:fails"}, TypeError, "^my own$"),
+        ({"wrapper": f"{RECORD}{{}}"}, FlagError, "--wrapper .*'video_folder'"),
+        ({"wrapper": f'{RECORD}{{"video_folder": "v"}}'}, FileError, "Render mode is"),
         ({"wrapper": "no_such_module:f"}, MissingPackageError, "--wrapper no_such_mod"),
         ({"wrapper": f"{__name__}:Countr"}, FlagError, "--wrapper .*Countr"),
         ({"wrapper": "builtins:id"}, InvalidEnvironmentError, "not a gymnasium.Env"),

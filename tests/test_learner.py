@@ -65,7 +65,7 @@ def part(nested, dim, index):
 
 
 def test_only_a_truncation_needs_the_last_observation():
-    learner = make_learner()
+    learner = make_learner("--use_lstm")
     batch, state = make_batch(learner)
     row = {name: x[4:5] for name, x in batch.items()}
     assert row["truncated"].tolist() == [[True, *[False] * (B - 1)]]
@@ -74,6 +74,10 @@ def test_only_a_truncation_needs_the_last_observation():
     mode = learner.model.distribution.mode
     found, _ = act_step(learner.model, row, state, mode, final_observation=last)
     assert (found["truncation_value"] != 0).tolist() == row["truncated"].tolist()
+    # That of the episode that was cut off, with the state from before the row.
+    row |= {"observation": last, "done": torch.zeros_like(row["done"])}
+    value = learner.model(row, state)[0]["baseline"][0, 0]
+    torch.testing.assert_close(found["truncation_value"][0, 0], value)
 
 
 LSTM = pytest.mark.parametrize("lstm", [(), ("--use_lstm",)])

@@ -70,6 +70,9 @@ def call_named(flag: str, function: Any, *args: Any, **arguments: Any) -> Any:
     except Exception as error:
         if type(error).__name__ in ("ModuleNotFoundError", "DependencyNotInstalled"):
             raise MissingPackageError(f"{flag}: {error}. Install it") from error
+        is_theirs = str(getattr(function, "__module__", "")).startswith("gymnasium.")
+        if is_theirs and isinstance(error, ValueError):  # a traceback says no more
+            raise FileError(f"{flag}: {error}") from error
         raise
 
 
