@@ -36,7 +36,7 @@ void PoolStreams::cancel_all() {
 
 void PoolStreams::keep_limits() {
   while (!closing) {
-    bool was_away;
+    bool was_away, is_dialling = false;
     {
       MutexLock lock(mutex);
       const auto now = Clock::now();
@@ -44,11 +44,14 @@ void PoolStreams::keep_limits() {
       was_suspended |= was_away;
       for (Presence* stream : streams) {
         Connection& connection = stream->connection();
+        is_dialling |= connection.is_shaking_hands();
         if (was_away) connection.restart_waiting();
         connection.cancel_if_slow(options.step_timeout,
                                   "has not answered within the step timeout");
       }
     }
+    if (is_dialling) dialled_connections().add_dialled();
+    dialled_connections().drop_strangers(kNever, 2 * kMaxHelloBytes);
     if (slots) slots->expire(options.maximum_downtime, was_away);
     MutexLock lock(mutex);
     if (closing) return;

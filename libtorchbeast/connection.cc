@@ -178,7 +178,7 @@ void DialledConnection::open() {
   const auto waiting = wait();
   channel_ = make_channel(address_, security_, &socket_);
   stream_ = open_stream(channel_.get(), &context_, method_);
-  if (!address_.is_unix()) keep_out_of_forks(context_.peer());
+  if (!address_.is_unix()) dialled_connections().add_dialled();
 }
 
 void DialledConnection::leave_with_error(const std::string& text) {
@@ -212,7 +212,9 @@ bool DialledConnection::do_write(const grpc::ByteBuffer& message) {
 }
 
 bool DialledConnection::do_read(grpc::ByteBuffer* message) {
-  return stream_->Read(message);
+  if (!stream_->Read(message)) return false;
+  if (is_shaking_hands()) dialled_connections().welcome(context_.peer());
+  return true;
 }
 
 void DialledConnection::do_cancel() { context_.TryCancel(); }

@@ -23,7 +23,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <iterator>
 #include <memory>
 #include <set>
 #include <string>
@@ -60,9 +59,10 @@ class NotInForks {
     static NotInForks* const one = new NotInForks;  // forks may come until the end
     return *one;
   }
-  void add(int fd, const FileId& file) TB_EXCLUDES(mutex_) {
+  // Whether it was not there.
+  bool add(int fd, const FileId& file) TB_EXCLUDES(mutex_) {
     MutexLock lock(mutex_);
-    files_[fd] = file;  // one whose owner has closed it is replaced
+    return std::exchange(files_[fd], file) != file;
   }
   // In a fork, it was closed already, and the number may be another file's.
   void close(int fd) TB_EXCLUDES(mutex_) {
@@ -296,7 +296,7 @@ int ListeningSocket::accept(Milliseconds timeout) {
   return -1;
 }
 
-// --- Accepted connections
+// --- Connections of gRPC
 
 namespace {
 
@@ -347,60 +347,81 @@ uint64_t bytes_received(int fd) {
   return 0;
 }
 
+// Closes the connection for its owner, if it is still there.
+void cut(int fd, const FileId& file) {
+  // From here on the number may become that of another connection.
+  const Descriptor own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!is_open(own.get(), file)) return;
+  shutdown(own.get(), SHUT_RDWR);
+  sockaddr none{};  // resets a TCP connection on Linux; otherwise more would arrive
+  none.sa_family = AF_UNSPEC;
+  static_cast<void>(connect(own.get(), &none, sizeof(none)));
+  // gRPC would still read what has arrived.
+  char dropped[1 << 14];
+  for (int i = 0; i < 1024; ++i) {
+    if (recv(own.get(), dropped, sizeof(dropped), MSG_DONTWAIT) <= 0) break;
+  }
+}
+
 }  // namespace
 
-void keep_out_of_forks(const std::string& peer) {
+template <typename F>
+void PeerConnections::for_each_of(const std::string& peer, const F& f) {
   const std::string name = plain_name(peer);
+  for (auto& [fd, connection] : connections_) {
+    if (connection.peer == name && is_open(fd, connection.file)) f(fd, connection);
+  }
+}
+
+void PeerConnections::add(int fd) {
+  MutexLock lock(mutex_);
+  connections_[fd] = {peer_name(fd), file_of(fd)};
+}
+
+void PeerConnections::add_dialled() {
+#ifdef TCP_USER_TIMEOUT
   std::error_code failure;
   for (const auto& one : std::filesystem::directory_iterator("/dev/fd", failure)) {
     const int fd = std::atoi(one.path().filename().c_str());
     const FileId file = file_of(fd);  // first: another thread may close it
-    if (peer_name(fd) == name) NotInForks::instance().add(fd, file);
+    int timeout = 0;
+    socklen_t size = sizeof(timeout);
+    getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, &size);
+    if (timeout != kPingTimeoutMs) continue;
+    const std::string name = peer_name(fd);
+    const bool is_connected = name.find(':') != std::string::npos;
+    if (!is_connected || !NotInForks::instance().add(fd, file)) continue;
+    MutexLock lock(mutex_);
+    connections_[fd] = {name, file};
   }
+#endif
 }
 
-void AcceptedConnections::add(int fd) {
-  MutexLock lock(mutex_);
-  if (connections_.size() >= drop_closed_at_) {
-    for (auto one = connections_.begin(); one != connections_.end();) {
-      const bool is_there = is_open(one->second.fd, one->second.file);
-      one = is_there ? std::next(one) : connections_.erase(one);
-    }
-    drop_closed_at_ = 2 * connections_.size() + 64;
-  }
-  connections_[peer_name(fd)] = {fd, file_of(fd), Clock::now()};
-}
-
-void AcceptedConnections::count_failure(const std::string& peer) {
+void PeerConnections::count_failure(const std::string& peer) {
   constexpr double kMostFailures = 8;  // one per second is forgiven
   MutexLock lock(mutex_);
-  const auto found = connections_.find(plain_name(peer));
-  if (found == connections_.end()) return;
-  Connection& connection = found->second;
-  const auto now = Clock::now();
-  const std::chrono::duration<double> time = now - connection.last_failure;
-  connection.last_failure = now;
-  connection.num_failures = std::max(connection.num_failures - time.count(), 0.0) + 1;
-  if (connection.num_failures <= kMostFailures) return;
-  cut(&connection);
-  connections_.erase(found);
+  for_each_of(peer, [](int fd, Connection& connection) {
+    const auto now = Clock::now();
+    const std::chrono::duration<double> time = now - connection.last_failure;
+    connection.last_failure = now;
+    connection.num_failures = std::max(connection.num_failures - time.count(), 0.0) + 1;
+    if (connection.num_failures > kMostFailures) cut(fd, connection.file);
+  });
 }
 
-void AcceptedConnections::welcome(const std::string& peer) {
+void PeerConnections::welcome(const std::string& peer) {
   MutexLock lock(mutex_);
-  const auto found = connections_.find(plain_name(peer));
-  if (found != connections_.end()) found->second.is_stranger = false;
+  for_each_of(peer,
+              [](int, Connection& connection) { connection.is_stranger = false; });
 }
 
-void AcceptedConnections::drop_strangers(Milliseconds limit) {
-  constexpr uint64_t kMostBytes = 1 << 18;  // a handshake has some thousand
+void PeerConnections::drop_strangers(Milliseconds limit, uint64_t most_bytes) {
   MutexLock lock(mutex_);
-  const auto now = Clock::now();
   for (auto one = connections_.begin(); one != connections_.end();) {
-    Connection& connection = one->second;
-    if (connection.is_stranger && (now - connection.since > limit ||
-                                   bytes_received(connection.fd) > kMostBytes)) {
-      cut(&connection);
+    const auto& [fd, connection] = *one;
+    if (connection.is_stranger && (is_longer(Clock::now() - connection.since, limit) ||
+                                   bytes_received(fd) > most_bytes)) {
+      cut(fd, connection.file);
       one = connections_.erase(one);
     } else {
       ++one;
@@ -408,20 +429,9 @@ void AcceptedConnections::drop_strangers(Milliseconds limit) {
   }
 }
 
-void AcceptedConnections::cut(Connection* connection) {
-  // From here on the number may become that of another connection.
-  const Descriptor own(fcntl(connection->fd, F_DUPFD_CLOEXEC, 0));
-  connection->fd = own.get();
-  if (!is_open(own.get(), connection->file)) return;
-  shutdown(connection->fd, SHUT_RDWR);
-  sockaddr none{};  // resets a TCP connection on Linux; otherwise more would arrive
-  none.sa_family = AF_UNSPEC;
-  static_cast<void>(connect(connection->fd, &none, sizeof(none)));
-  // gRPC would still read what has arrived.
-  char dropped[1 << 14];
-  for (int i = 0; i < 1024; ++i) {
-    if (recv(connection->fd, dropped, sizeof(dropped), MSG_DONTWAIT) <= 0) break;
-  }
+PeerConnections& dialled_connections() {
+  static PeerConnections* const connections = new PeerConnections;
+  return *connections;
 }
 
 // --- Dialling

@@ -40,10 +40,6 @@ class Descriptor {
   int fd_;
 };
 
-// Forks close this process's TCP connections to this peer, which gRPC has dialled.
-// `peer`: as ClientContext::peer() says.
-void keep_out_of_forks(const std::string& peer);
-
 // The right to listen at the path of a unix socket, which one server at a time has: a
 // lock on the file "<path>.lock". It ends with the process. One thread at a time.
 class PathLock {
@@ -85,37 +81,46 @@ class ListeningSocket {
   int port_ = 0;
 };
 
-// Connections that were accepted, by the names that gRPC gives to their peers. It has
-// no call that closes one. Thread-safe.
-class AcceptedConnections {
+// gRPC makes it the TCP_USER_TIMEOUT of sockets that it dials for this library: they
+// are known by this odd number.
+constexpr int kPingTimeoutMs = 10'007;
+
+// Connections that gRPC owns and has no call to close, by the names that it gives to
+// their peers, as ServerContext::peer() and ClientContext::peer() say. Thread-safe.
+class PeerConnections {
  public:
-  // `fd` is not owned: it may be closed any time.
+  // Accepted here; it may be closed any time.
   void add(int fd) TB_EXCLUDES(mutex_);
+  // All that gRPC has dialled for this library over TCP. Forks close them.
+  void add_dialled() TB_EXCLUDES(mutex_);
   // A stream has ended badly. Its connection is closed if that was one of many in a
   // short time: opening and ending streams costs the peer less than this process.
-  // `peer`: as ServerContext::peer() says.
   void count_failure(const std::string& peer) TB_EXCLUDES(mutex_);
-  // A call there has shown the token.
+  // A call there has shown the token, or a server its hello.
   void welcome(const std::string& peer) TB_EXCLUDES(mutex_);
-  // Closes connections without such a call that are older than `limit` or have sent
-  // much: what belongs to no call costs threads and descriptors, too.
-  void drop_strangers(Milliseconds limit) TB_EXCLUDES(mutex_);
+  // Closes connections to strangers that are older than `limit` or have sent more bytes
+  // than this: what belongs to no call costs threads and descriptors, too. A unix
+  // socket's bytes are not known.
+  void drop_strangers(Milliseconds limit, uint64_t most_bytes) TB_EXCLUDES(mutex_);
 
  private:
   struct Connection {
-    int fd;
+    std::string peer;
     FileId file;
-    Clock::time_point since;
+    Clock::time_point since = Clock::now();
     bool is_stranger = true;
     double num_failures = 0;
     Clock::time_point last_failure = since;
   };
-  static void cut(Connection* connection);
+  template <typename F>
+  void for_each_of(const std::string& peer, const F& f) TB_REQUIRES(mutex_);
 
   Mutex mutex_;
-  std::map<std::string, Connection> connections_ TB_GUARDED_BY(mutex_);
-  size_t drop_closed_at_ TB_GUARDED_BY(mutex_) = 64;  // connections
+  std::map<int, Connection> connections_ TB_GUARDED_BY(mutex_);  // by descriptor
 };
+
+// Those that this process has dialled.
+PeerConnections& dialled_connections();
 
 // A connection to a unix socket. What is said there must not reach other users: the
 // other side must be a process of this user or of root, if not `anybody`. Throws

@@ -35,7 +35,7 @@ constexpr int kStreamsPerConnection = 16;
 // service does not have, and when there is no thread.
 class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
-  explicit FailedCalls(AcceptedConnections* accepted) : accepted_(*accepted) {}
+  explicit FailedCalls(PeerConnections* accepted) : accepted_(*accepted) {}
 
   grpc::experimental::Interceptor* CreateServerInterceptor(
       grpc::experimental::ServerRpcInfo* call) override {
@@ -60,10 +60,10 @@ class FailedCalls : public grpc::experimental::ServerInterceptorFactoryInterface
              code != grpc::StatusCode::INVALID_ARGUMENT &&
              code != grpc::StatusCode::FAILED_PRECONDITION;
     }
-    AcceptedConnections& accepted;
+    PeerConnections& accepted;
     grpc::experimental::ServerRpcInfo& call;
   };
-  AcceptedConnections& accepted_;
+  PeerConnections& accepted_;
 };
 
 // By stop().
@@ -158,7 +158,7 @@ void StreamServer::watch(const Listening& listening) {
       }
     }
     if (Clock::now() >= next_look) {
-      accepted_.drop_strangers(limit);
+      accepted_.drop_strangers(limit, 1 << 18);  // a handshake has some thousand
       next_look = time_after(kInterruptPeriod);
     }
     const int fd = listening.socket->accept(kInterruptPeriod);

@@ -103,7 +103,7 @@ class StreamServer {
   const std::shared_ptr<grpc::ServerCredentials> credentials_;
   const char* const method_;
   StreamService service_;
-  AcceptedConnections accepted_;
+  PeerConnections accepted_;
   grpc::ResourceQuota quota_{"torchbeast"};
 
   Mutex lifecycle_;  // one start() or stop() at a time; taken before `mutex_`

@@ -185,7 +185,7 @@ constexpr size_t kMaxBytesInFlight = size_t{1} << 30;
 constexpr std::pair<const char*, int> kArguments[] = {
     {GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, 256 << 20},
     {GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, 256 << 20},
-    {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000},
+    {GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPingTimeoutMs},
     {GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0},
     {GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000},
     // A compressed megabyte can be a gigabyte. gRPC refuses streams with compression,

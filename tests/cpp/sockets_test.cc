@@ -132,6 +132,38 @@ TEST_F(SocketsTest, AForkHasNoConnectionOfGrpc) {
   EXPECT_EQ(num_tcp_sockets(), count);
 }
 
+// In HTTP/2, to a learner that has dialled: nothing that belongs to a stream.
+TEST_F(SocketsTest, AServerThatFloodsIsCutAndNobodyElseIs) {
+  EnvServer server(counting(1), server_options("127.0.0.1:0"));
+  server.start();
+  ListeningSocket socket(Address("127.0.0.1:0"));
+  std::atomic<int> num_cut{0};
+  Threads threads;
+  const auto flood = [&] {
+    const std::string settings("\0\0\0\4\0\0\0\0\0", 9);
+    const std::string update("\0\0\4\10\0\0\0\0\0\0\0\0\1", 13);
+    std::string updates;
+    for (int i = 0; i < 1000; ++i) updates += update;
+    Descriptor peer(-1);
+    while (peer.get() < 0) peer = Descriptor(socket.accept(Milliseconds(100)));
+    fcntl(peer.get(), F_SETFL, 0);  // it blocks
+    const auto send_all = [&](const std::string& bytes) {
+      return send(peer.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
+             static_cast<ssize_t>(bytes.size());
+    };
+    EXPECT_TRUE(send_all(settings));
+    size_t num_sent = 0;
+    while (send_all(updates) && num_sent < 512 << 20) num_sent += updates.size();
+    EXPECT_LT(num_sent, 512 << 20);
+    ++num_cut;
+  };
+  const std::string hostile = "127.0.0.1:" + std::to_string(socket.port());
+  Session run(pool_options({server.address(), hostile, hostile, hostile}));
+  for (int i = 0; i < 3; ++i) threads.start(flood);
+  while (num_cut < 3) run.rollouts();
+  EXPECT_EQ(run.pool().stats().num_reconnects, 0u);
+}
+
 TEST_F(SocketsTest, ALockThatCanNotBeMadeIsNamed) {
   ASSERT_EQ(symlink("elsewhere", path("socket.lock").c_str()), 0);
   const std::string error =
