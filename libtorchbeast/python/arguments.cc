@@ -1,20 +1,16 @@
 #include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <stdexcept>
-#include <system_error>
+#include <tuple>
 
 #include "bindings.h"
 
 namespace torchbeast::python {
 namespace {
+
+using namespace py::literals;
 
 // `value` is what was given, in some unit.
 Milliseconds duration(double milliseconds, double value, const std::string& name) {
@@ -37,135 +33,42 @@ T argument(py::handle value, const std::string& name, const char* wanted) {
   }
 }
 
-constexpr uintmax_t kLargestPem = 1 << 20;
-
-std::string read_pem(py::handle value, const std::string& name) {
-  const auto path = argument<std::filesystem::path>(value, name, "a path");
-  const std::string what = name + ": '" + path.string() + "' ";
-  std::error_code ignored;  // open() says what is wrong
-  if (std::filesystem::exists(path, ignored) &&
-      (!std::filesystem::is_regular_file(path, ignored) ||
-       std::filesystem::file_size(path, ignored) > kLargestPem)) {
-    throw std::invalid_argument(what + "is not a file of at most 1 MiB");
-  }
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  if (!file.is_open()) {
-    throw std::invalid_argument(what + "cannot be read: " + std::strerror(errno));
-  }
-  const std::string text((std::istreambuf_iterator<char>(file)), {});
-  if (text.find("-----BEGIN ") == std::string::npos) {
-    throw std::invalid_argument(what +
-                                "is not a PEM file: it has no line with -----BEGIN");
-  }
-  return text;
-}
-
-// Throws std::invalid_argument if certificates and key can't be used; gRPC would listen
-// all the same. Files are those that were given, or None.
-void check_tls(const py::object& ca, const py::object& cert, const py::object& key) {
-  if (ca.is_none() && cert.is_none() && key.is_none()) return;
-  const py::module_ ssl = py::module_::import("ssl");  // slow
-  try {
-    const py::object tls = ssl.attr("SSLContext")(ssl.attr("PROTOCOL_TLS_SERVER"));
-    tls.attr("set_ciphers")("DEFAULT:@SECLEVEL=0");  // weak ones are the user's choice
-    if (!ca.is_none()) tls.attr("load_verify_locations")(ca);
-    // With a password, so that ssl does not ask for one.
-    if (!cert.is_none() && !key.is_none()) tls.attr("load_cert_chain")(cert, key, "");
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_OSError)) throw;
-    throw std::invalid_argument("tls_ca, or tls_cert with tls_key: " +
-                                std::string(py::str(error.value())));
-  }
-}
-
-// The arguments of Security. Texts are those of files, or given as they are.
-struct {
-  const char* name;
-  std::string Security::*text;
-  bool is_file;
-} constexpr kTexts[] = {{"tls_ca", &Security::ca, true},
-                        {"tls_cert", &Security::cert, true},
-                        {"tls_key", &Security::key, true},
-                        {"tls_server_name", &Security::server_name, false},
-                        {"token", &Security::token, false}};
-
 Security to_security(const py::kwargs& given) {
+  const py::object read = python_half("security").attr("read")(**given);
   Security security;
-  for (const auto& [key, value] : given) {
-    const auto name = py::cast<std::string>(key);
-    if (name == "tls" || name == "insecure") {
-      (name == "tls" ? security.tls : security.insecure) =
-          argument<bool>(value, name, "a bool");
-      continue;
-    }
-    const auto* const found =
-        std::find_if(std::begin(kTexts), std::end(kTexts),
-                     [&name](const auto& known) { return name == known.name; });
-    if (found == std::end(kTexts)) {
-      throw py::type_error("Security has no argument " + name +
-                           "; allowed are tls, tls_ca, tls_cert, tls_key, "
-                           "tls_server_name, token and insecure");
-    }
-    if (value.is_none()) continue;
-    security.*found->text = found->is_file
-                                ? read_pem(value, name)
-                                : argument<std::string>(value, name, "a str");
-    if ((security.*found->text).empty()) {
-      throw std::invalid_argument(name + " is empty; give None for no " + name);
-    }
-  }
-  const auto file = [&given](const char* name) {
-    return given.contains(name) ? py::object(given[name]) : py::none();
-  };
-  check_tls(file("tls_ca"), file("tls_cert"), file("tls_key"));
+  std::tie(security.tls, security.insecure, security.ca, security.cert, security.key,
+           security.server_name, security.token) =
+      py::cast<std::tuple<bool, bool, std::string, std::string, std::string,
+                          std::string, std::string>>(read);
   return security;
 }
 
-// Shows what was given, but no secret.
-std::string to_text(const Security& security) {
-  std::string text;
-  const auto add = [&text](bool is_given, const std::string& argument) {
-    if (is_given) text += (text.empty() ? "" : ", ") + argument;
-  };
-  add(security.tls, "tls=True");
-  for (const auto& [name, member, is_file] : kTexts) {
-    const std::string& value = security.*member;
-    const bool is_shown = &value == &security.server_name;
-    add(!value.empty(),
-        std::string(name) + "=" + (is_shown ? "'" + value + "'" : "..."));
-  }
-  add(security.insecure, "insecure=True");
-  return "Security(" + text + ")";
+py::str show(const Security& security) {
+  return python_half("security")
+      .attr("show")(
+          "tls"_a = security.tls, "tls_ca"_a = !security.ca.empty(),
+          "tls_cert"_a = !security.cert.empty(), "tls_key"_a = !security.key.empty(),
+          "tls_server_name"_a = security.server_name,
+          "token"_a = !security.token.empty(), "insecure"_a = security.insecure);
 }
 
 }  // namespace
 
 void bind_security(py::module_& m) {
-  py::class_<Security>(m, "Security", R"(
-How one side of a connection proves its identity, and what proof it wants of the other.
-Server, Client, Listener, ActorPool and probe() take it. It can't be changed, and its repr
-shows no secret. Security() is plain: enough for unix sockets of this user and for
-addresses that only this machine reaches.
-
-Args, all by name:
-    tls: use TLS for host:port addresses; so does each of the next four. Files are read
-        here, once.
-    tls_ca: path of a PEM file: certificates that must have signed the other side's. None:
-        the side that connects trusts the system's, and the side that listens wants none.
-    tls_cert, tls_key: paths of PEM files: this side's certificate and its key. The side
-        that listens needs them for TLS.
-    tls_server_name: for the side that connects: the name in the other side's certificate,
-        if it is not the host's.
-    token: the side that connects shows it, and the side that listens refuses all others.
-    insecure: allow, beyond this machine, plain TCP, and TLS without tls_ca and token on
-        the side that listens. Also allow unix sockets of other users.
-
-Raises:
-    ValueError: a file cannot be read or used, or a text is empty.
-)")
+  py::class_<Security>(m, "Security", doc("Security"))
       .def(py::init(&to_security))
-      .def("__repr__", [](const Security& self) { return to_text(self); });
+      .def("__repr__", &show);
+}
+
+py::module_ python_half(const std::string& name) {
+  return py::module_::import(("libtorchbeast_" + name).c_str());
+}
+
+const char* doc(const char* name) {
+  const py::object text = python_half("docs").attr("DOCS")[name];
+  const char* const utf8 = PyUnicode_AsUTF8(text.ptr());
+  if (utf8 == nullptr) throw py::error_already_set();
+  return utf8;
 }
 
 Milliseconds to_milliseconds(double milliseconds, const std::string& name) {

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "gil.h"
 #include "nest/pybind.h"
 
 namespace torchbeast::python {
@@ -135,7 +134,7 @@ py::array make_array(const Array& array, py::handle base) {
 
 void load_numpy() { to_numpy(DType::kBool); }
 
-py::dtype to_numpy(DType dtype) {
+const py::dtype& to_numpy(DType dtype) {
   using Table = std::array<py::dtype, kNumDTypes>;
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Table> storage;
   const Table& table = storage
@@ -148,6 +147,12 @@ py::dtype to_numpy(DType dtype) {
                            })
                            .get_stored();
   return table.at(static_cast<size_t>(dtype));
+}
+
+bool has_dtype(const py::array& array, DType dtype) {
+  // Most arrays have NumPy's own object of a dtype.
+  const py::detail::PyArray_Proxy* const proxy = py::detail::array_proxy(array.ptr());
+  return proxy->descr == to_numpy(dtype).ptr() || from_numpy(array) == dtype;
 }
 
 std::optional<DType> from_numpy(const py::array& array) {
@@ -194,15 +199,10 @@ py::object nest_to_python(const ArrayNest& nest) {
       nest, [torch](const Array& array) { return leaf_to_python(array, torch); });
 }
 
-MemoryPool::Allocator allocator_from_python(py::object function) {
-  if (PyCallable_Check(function.ptr()) == 0) {
-    throw py::type_error("allocator must be a function of the number of bytes, not " +
-                         name_of_type(function));
-  }
-  const std::shared_ptr<void> kept = keep(std::move(function));
-  return [kept](size_t num_bytes) {
+MemoryPool::Allocator allocator_from_python(std::shared_ptr<Callback> function) {
+  return [function = std::move(function)](size_t num_bytes) {
     WithGil gil;
-    py::object memory = py::handle(static_cast<PyObject*>(kept.get()))(num_bytes);
+    py::object memory = (*function)(py::make_tuple(num_bytes));
     const Torch* const torch = find_torch();
     if (torch != nullptr &&
         PyObject_IsInstance(memory.ptr(), torch->tensor_type) == 1) {

@@ -16,9 +16,11 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <optional>
 
 #include "../array.h"
+#include "gil.h"
 
 namespace torchbeast::python {
 
@@ -37,12 +39,14 @@ ArrayNest nest_from_python(py::handle nest);
 py::object nest_to_python(const ArrayNest& nest);
 
 // Memory from a Python function of the number of bytes, see BatchingQueue's docstring.
-MemoryPool::Allocator allocator_from_python(py::object function);
+MemoryPool::Allocator allocator_from_python(std::shared_ptr<Callback> function);
 
 // --- NumPy ---------------------------------------------------------------------------
 
 // The NumPy dtype of that name.
-py::dtype to_numpy(DType dtype);
+const py::dtype& to_numpy(DType dtype);
+// Whether it has this dtype.
+bool has_dtype(const py::array& array, DType dtype);
 // Nothing for dtypes that the core has not, foreign byte orders included.
 std::optional<DType> from_numpy(const py::array& array);
 Shape shape_of(const py::array& array);  // std::invalid_argument: too many dimensions

@@ -18,11 +18,11 @@ using namespace py::literals;
 using Batch = DynamicBatcher::Batch;
 
 template <typename Queue>
-std::shared_ptr<Queue> make(int64_t batch_dim, int64_t minimum_batch_size,
-                            int64_t maximum_batch_size,
-                            std::optional<double> timeout_ms, bool /*check*/,
-                            std::optional<int64_t> maximum_queue_size,
-                            const py::object& allocator) {
+std::shared_ptr<Queue> make_queue(int64_t batch_dim, int64_t minimum_batch_size,
+                                  int64_t maximum_batch_size,
+                                  std::optional<double> timeout_ms, bool /*check*/,
+                                  std::optional<int64_t> maximum_queue_size,
+                                  const py::object& allocator) {
   load_numpy();
   BatchingOptions options;
   options.batch_dim = to_size(batch_dim, "batch_dim");
@@ -32,25 +32,26 @@ std::shared_ptr<Queue> make(int64_t batch_dim, int64_t minimum_batch_size,
   if (maximum_queue_size) {
     options.maximum_queue_size = to_size(*maximum_queue_size, "maximum_queue_size", 1);
   }
-  if (!allocator.is_none()) options.allocator = allocator_from_python(allocator);
-  return make_here<Queue>(std::move(options));
+  References references;
+  if (!allocator.is_none()) {
+    const auto callback = std::make_shared<Callback>(
+        allocator, "allocator must be a function of the number of bytes");
+    references.callbacks.push_back(callback);
+    options.allocator = allocator_from_python(callback);
+  }
+  return make<Queue>(std::move(references), nullptr, std::move(options));
 }
 
 // What both queues have. `close_twice` is the error of a second close().
 template <typename Queue, typename Class>
 void bind_common(Class& bound, const char* close_twice) {
-  bound.def("size", &Queue::size, "The number of items that wait.")
+  bound.def("size", &Queue::size, doc("Queue.size"))
       .def(
           "close",
           [close_twice](Queue& self) {
             if (!self.close()) throw std::runtime_error(close_twice);
           },
-          py::call_guard<WithoutGil>(), R"(
-End all calls that wait and all iterations, and drop the items that wait.
-
-Raises:
-    RuntimeError: it was closed already.
-)")
+          py::call_guard<WithoutGil>(), doc("Queue.close"))
       .def("is_closed", &Queue::is_closed)
       .def(
           "stats",
@@ -62,50 +63,15 @@ Raises:
                             "bytes_copied"_a = stats.bytes_copied,
                             "pool_bytes"_a = stats.pool_bytes);
           },
-          R"(
-Counters since the beginning: num_batches, num_items and num_entries (along batch_dim) in
-them, bytes_copied, pool_bytes (memory held for batches and answers).
-)")
+          doc("Queue.stats"))
       .def("__iter__", [](py::object self) { return self; });
 }
 
 void bind_queue(py::module_& m) {
-  py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>> queue(m, "BatchingQueue",
-                                                                  R"(
-A queue whose items come out joined along a dimension.
-
-Items are nests (tuples, lists, dicts) of torch tensors or NumPy arrays. All items have
-the same structure, dtypes, and sizes except along `batch_dim`. Iterating yields nests of
-tuples and dicts. Their leaves are the items' leaves, joined along batch_dim: torch tensors
-if torch is imported, else NumPy arrays. Any number of threads may enqueue and iterate.
-
-A C-contiguous, writable array is not copied until its batch is made; do not write to it
-before that. A batch of a single item is that item itself, without a copy, unless there is
-an allocator.
-
-The memory of a batch is used again as soon as no array that shares it is left. Keep an
-array until a copy from it to a GPU is done: with pinned memory, x.to(device,
-non_blocking=True) returns while the copy is still in flight. Reading a result that depends
-on the copy, such as loss.item(), waits for it.
-
-Args:
-    batch_dim: the dimension along which items are joined.
-    minimum_batch_size: a batch with this many entries along batch_dim is complete. An
-        item has one or more.
-    maximum_batch_size: entries that a batch never exceeds.
-    timeout_ms: how long an incomplete batch waits for more, in milliseconds. None or inf:
-        for ever, or until the queue is full.
-    check_inputs: for older code; items are always checked.
-    maximum_queue_size: items that may wait before enqueue() blocks. None: any number.
-    allocator: function of a number of bytes that returns writable memory of at least that
-        size, in which batches are made: a torch tensor, for example of pinned memory, or
-        an object with the buffer protocol.
-
-Raises:
-    ValueError: an argument is out of range.
-)");
+  py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>> queue(
+      m, "BatchingQueue", collected<BatchingQueue>(), doc("BatchingQueue"));
   queue
-      .def(py::init(&make<BatchingQueue>), py::arg("batch_dim") = 1,
+      .def(py::init(&make_queue<BatchingQueue>), py::arg("batch_dim") = 1,
            py::arg("minimum_batch_size") = 1, py::arg("maximum_batch_size") = 1024,
            py::arg("timeout_ms") = py::none(), py::arg("check_inputs") = true,
            py::arg("maximum_queue_size") = py::none(),
@@ -117,16 +83,7 @@ Raises:
             WithoutGil no_gil;
             self.enqueue(std::move(item), check_signals());
           },
-          py::arg("nest"), R"(
-Add an item; block while the queue is full.
-
-Raises:
-    ValueError: an empty nest, a leaf with too few dimensions, leaves whose sizes along
-        batch_dim differ, an item that does not fit to those that wait, or a leaf that
-        cannot be shared, such as a CUDA tensor. Names the place in the nest.
-    TypeError: a leaf that is neither a torch tensor nor a NumPy array.
-    ClosedBatchingQueue: the queue was closed before there was room.
-)")
+          py::arg("nest"), doc("BatchingQueue.enqueue"))
       .def("__next__", [](BatchingQueue& self) {
         const auto batch = without_gil([&] { return self.dequeue(check_signals()); });
         if (!batch) throw py::stop_iteration();
@@ -136,17 +93,10 @@ Raises:
 }
 
 void bind_batch(py::module_& m) {
-  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch", R"(
-Inputs of several callers of DynamicBatcher.compute(), joined. Iterating over the batcher
-yields them. Answer each with set_outputs() or set_error(); if it is dropped without an
-answer, its callers get AsyncError. len() is the number of entries along batch_dim.
-)")
+  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch", doc("Batch"))
       .def(
           "get_inputs", [](const Batch& self) { return nest_to_python(self.inputs()); },
-          R"(
-The inputs, joined along batch_dim; a nest as in BatchingQueue. Do not write to them: a
-batch with a single caller holds the caller's memory. The batch keeps this memory.
-)")
+          doc("Batch.get_inputs"))
       .def(
           "set_outputs",
           [](Batch& self, const py::object& nest) {
@@ -154,48 +104,22 @@ batch with a single caller holds the caller's memory. The batch keeps this memor
             WithoutGil no_gil;
             self.set_outputs(outputs);
           },
-          py::arg("outputs"), R"(
-Answer: every caller gets its entries along batch_dim of every leaf, copied.
-
-Raises:
-    ValueError: a leaf does not have len(batch) entries along batch_dim, the nest is empty,
-        or a leaf cannot be shared. The batch can still be answered.
-    RuntimeError: the batch was answered before.
-)")
+          py::arg("outputs"), doc("Batch.set_outputs"))
       .def("set_error", &Batch::set_error, py::arg("text"),
-           py::call_guard<WithoutGil>(), R"(
-Answer with an error: every caller gets AsyncError with this text.
-
-Raises:
-    RuntimeError: the batch was answered before.
-)")
+           py::call_guard<WithoutGil>(), doc("Batch.set_error"))
       .def("__len__", &Batch::size);
 }
 
 void bind_batcher(py::module_& m) {
   py::class_<DynamicBatcher, std::shared_ptr<DynamicBatcher>> batcher(
-      m, "DynamicBatcher", R"(
-Joins the inputs of many threads into batches, and gives each thread its part of the
-answer. They wait as long as the batch is alive, which an exception that somebody keeps
-holds, too: a loop that can fail answers with set_error().
-
-    for batch in batcher:
-        batch.set_outputs(model(batch.get_inputs()))
-
-Args:
-    check_outputs: for older code; inputs and outputs are always checked.
-    The others as in BatchingQueue; timeout_ms is 100 by default.
-
-Raises:
-    ValueError: an argument is out of range.
-)");
+      m, "DynamicBatcher", collected<DynamicBatcher>(), doc("DynamicBatcher"));
   batcher
       .def(py::init([](int64_t batch_dim, int64_t minimum_batch_size,
                        int64_t maximum_batch_size, std::optional<double> timeout_ms,
                        bool check_outputs, const py::object& allocator) {
-             return make<DynamicBatcher>(batch_dim, minimum_batch_size,
-                                         maximum_batch_size, timeout_ms, check_outputs,
-                                         std::nullopt, allocator);
+             return make_queue<DynamicBatcher>(batch_dim, minimum_batch_size,
+                                               maximum_batch_size, timeout_ms,
+                                               check_outputs, std::nullopt, allocator);
            }),
            py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
            py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
@@ -207,14 +131,7 @@ Raises:
             return nest_to_python(without_gil(
                 [&] { return self.compute(std::move(inputs), check_signals()); }));
           },
-          py::arg("inputs"), R"(
-Block until a consumer has answered, and return this caller's part of the answer.
-
-Raises:
-    ValueError, TypeError: as BatchingQueue.enqueue().
-    ClosedBatchingQueue: the batcher was closed.
-    AsyncError: the batch was dropped without an answer, or answered with an error.
-)")
+          py::arg("inputs"), doc("DynamicBatcher.compute"))
       .def("__next__", [](DynamicBatcher& self) {
         auto batch = without_gil([&] { return self.next(check_signals()); });
         if (!batch) throw py::stop_iteration();

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -30,6 +31,13 @@ void bind_batching(py::module_& m);
 void bind_listener(py::module_& m);  // before bind_pool
 void bind_pool(py::module_& m);
 void bind_environments(py::module_& m);
+
+// --- The half in Python --------------------------------------------------------------
+
+// The module libtorchbeast_NAME.
+py::module_ python_half(const std::string& name);
+// The docstring of this name, see libtorchbeast_docs.py, which keeps it.
+const char* doc(const char* name);
 
 // --- Arguments -----------------------------------------------------------------------
 // They throw std::invalid_argument, which names the argument.
@@ -54,8 +62,20 @@ py::str to_text(const std::string& text);
 // ones.
 py::tuple to_tuple(const std::pair<std::vector<Event>, uint64_t>& taken);
 
-// --- Classes
-// --------------------------------------------------------------------------
+// --- Classes -------------------------------------------------------------------------
+
+// What an object of ours refers to in Python, for the garbage collector, which may end
+// the object if all that refers to it is garbage, too. REQUIRES: the GIL is held.
+struct References {
+  std::vector<std::shared_ptr<Callback>> callbacks;
+  std::vector<PyObject*> objects;  // that it keeps alive
+
+  int visit(visitproc visit, void* arg) const {
+    for (const auto& callback : callbacks) Py_VISIT(callback->get());
+    for (PyObject* object : objects) Py_VISIT(object);
+    return 0;
+  }
+};
 
 // pybind11 makes memory for an object whose __init__ was not called, and T's methods
 // would read it. Call this once all T are bound.
@@ -69,31 +89,61 @@ void refuse_before_init() {
   }
 }
 
-// --- Objects that have threads -------------------------------------------------------
-
-// A new T. A fork leaves it alone.
-template <typename T, typename... Args>
-std::shared_ptr<T> make_here(Args&&... args) {
-  check_process();
-  return {std::make_unique<T>(std::forward<Args>(args)...).release(), [](T* self) {
-            if (!is_fork()) std::default_delete<T>()(self);
-          }};
-}
-
-// A new T that is destroyed without the GIL, since that waits for threads. `end` is
-// called before the interpreter ends. A fork leaves it alone.
-template <typename T, typename... Args>
-std::shared_ptr<T> make_with_threads(void (*end)(T&), Args&&... args) {
-  check_process();
-  T* const pointer = std::make_unique<T>(std::forward<Args>(args)...).release();
-  const std::shared_ptr<T> object(pointer, [](T* self) {
+// Destroys a T without the GIL, since that may wait for threads. A fork leaves it
+// alone.
+template <typename T>
+struct Owner {
+  References references;
+  void operator()(T* self) {
     if (is_fork()) return;
     std::optional<WithoutGil> no_gil;
     if (PyGILState_Check() != 0) no_gil.emplace();
+    references = {};  // this may outlive the object, in a weak_ptr
     std::default_delete<T>()(self);
-  });
-  at_exit(object, [pointer, end] { end(*pointer); });
+  }
+};
+
+// A new T. `end`, if any, is called before the interpreter ends.
+template <typename T, typename... Args>
+std::shared_ptr<T> make(References references, void (*end)(T&), Args&&... args) {
+  check_process();
+  T* const pointer = std::make_unique<T>(std::forward<Args>(args)...).release();
+  const std::shared_ptr<T> object(pointer, Owner<T>{std::move(references)});
+  if (end != nullptr) at_exit(object, [pointer, end] { end(*pointer); });
   return object;
+}
+
+// The references of an object that make() has made; null: it has not, or C++ uses the
+// object, too, so that Python can't end it.
+template <typename T>
+References* find_references(PyObject* self) {
+  const auto found =
+      reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder(
+          py::detail::get_type_info(typeid(T)), false);
+  if (found.inst == nullptr || !found.holder_constructed()) return nullptr;
+  const auto& holder = found.template holder<std::shared_ptr<T>>();
+  auto* const owner = std::get_deleter<Owner<T>>(holder);
+  return owner != nullptr && holder.use_count() == 1 ? &owner->references : nullptr;
+}
+
+// For py::class_: the garbage collector sees the references of Ts.
+template <typename T>
+py::custom_type_setup collected() {
+  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    PyTypeObject& type = heap_type->ht_type;
+    type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      const References* const references = find_references<T>(self);
+      return references == nullptr ? 0 : references->visit(visit, arg);
+    };
+    type.tp_clear = [](PyObject* self) {
+      if (const References* const references = find_references<T>(self)) {
+        for (const auto& callback : references->callbacks) callback->clear();
+      }
+      return 0;
+    };
+  });
 }
 
 }  // namespace torchbeast::python

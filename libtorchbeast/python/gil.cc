@@ -145,6 +145,24 @@ py::object call(py::handle function, const py::tuple& arguments) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+Callback::Callback(py::object function, const std::string& wanted) {
+  if (PyCallable_Check(function.ptr()) == 0) {
+    throw py::type_error(wanted + ", not " + std::string(py::repr(function)));
+  }
+  kept_ = keep(std::move(function));
+}
+
+py::object Callback::operator()(const py::tuple& arguments) const {
+  const auto function = py::reinterpret_borrow<py::object>(get());
+  if (!function) throw std::runtime_error("the object that calls this is gone");
+  return call(function, arguments);
+}
+
+void Callback::clear() {
+  kept_ = nullptr;
+  release_dropped();
+}
+
 namespace {
 
 thread_local bool raises_later = false;

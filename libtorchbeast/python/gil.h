@@ -15,6 +15,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "../sync.h"
 
@@ -73,6 +74,21 @@ void release_dropped();
 // next attempt to take the GIL. That would run C++ destructors without the GIL. So the
 // thread sleeps from there on, see the rules above. Throws py::error_already_set.
 py::object call(py::handle function, const py::tuple& arguments = py::tuple());
+
+// A Python function that an object of ours calls. Python's garbage collector sees it,
+// see References in bindings.h. REQUIRES, but for the destructor: the GIL is held.
+class Callback {
+ public:
+  // Throws py::type_error if it can't be called: `wanted`, not so.
+  Callback(py::object function, const std::string& wanted);
+  // As call(). Throws std::runtime_error if it was collected.
+  py::object operator()(const py::tuple& arguments = py::tuple()) const;
+  PyObject* get() const { return static_cast<PyObject*>(kept_.get()); }  // may be null
+  void clear();  // it is garbage, and so is the object that has it
+
+ private:
+  std::shared_ptr<void> kept_;
+};
 
 // Python code has raised KeyboardInterrupt, which can't go on from there: the next
 // check_signals() in this thread raises it again.

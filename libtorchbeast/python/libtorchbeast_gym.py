@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import operator
+import traceback
 from functools import partial
 from typing import Any, NoReturn
 
@@ -127,7 +128,7 @@ class Single:
         """The observation alone, whether an info comes with it or not."""
         seed, self.first_seed = self.first_seed, {}
         result = self.env.reset(**seed)
-        space = self.observation_space
+        space: Any = self.observation_space
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not is_pair or not isinstance(result[1], dict):
             return result
@@ -180,6 +181,35 @@ def _check_choices(values: Any, n: Any, space: Any) -> None:
                 f"the action {value} is out of range, allowed are 0 to {most - 1} for "
                 f"{space}"
             )
+
+
+# --- Rows and errors ------------------------------------------------------------------
+
+
+def cast(value: Any, dtype: Any, to_bool: bool) -> Any:
+    """The value as a C-contiguous array of `dtype`; or a text: what it is instead.
+
+    Casts must be safe or of the same kind, in NumPy's words, and integers must fit.
+    With to_bool, integers may become bools.
+    """
+    array = np.asarray(value)
+    is_integer = array.dtype.kind in "iu"
+    are_integers = is_integer and dtype.kind in "iu"
+    is_list = are_integers and not isinstance(value, np.ndarray)
+    may_cast = is_list or (to_bool and is_integer)
+    if not may_cast and not np.can_cast(array.dtype, dtype, "same_kind"):
+        return f"{array.dtype}, which cannot become {dtype} without loss"
+    result = np.array(array, dtype, order="C")
+    is_safe = not are_integers or np.can_cast(array.dtype, dtype, "safe")
+    if is_safe or np.array_equal(result, array):
+        return result
+    return f"{array.dtype} with values outside of {dtype}"
+
+
+def describe(*error: Any) -> bytes:
+    """An exception, as sys.exc_info() has it: as Python prints it, in UTF-8."""
+    text = "".join(traceback.format_exception(*error)).replace("\0", "\\0")
+    return text.encode("utf-8", "backslashreplace")
 
 
 # --- Hellos ---------------------------------------------------------------------------
@@ -244,9 +274,26 @@ def _shows_space(env: Any) -> bool:
 # --- Spaces ---------------------------------------------------------------------------
 
 
-def space_from_json(text: str) -> dict[str, Any] | None:
-    """A Space as probe() tells it; None if the text has none."""
-    return _from_dict(json.loads(text))
+def hello_from_json(text: str) -> dict[str, Any]:
+    """What probe() tells of an EnvHello."""
+    hello = json.loads(text)
+    fields = {
+        x["name"]: {"dtype": DTYPES[x["dtype"] - 1], "shape": _shape(x)}
+        for x in hello.get("extraFields", ())
+    }
+    settings = {x["name"]: x.get("value", "") for x in hello.get("settings", ())}
+    return {
+        "name": hello.get("environment", ""),
+        "num_envs": int(hello["numEnvs"]),
+        "observation_space": _from_dict(hello.get("observationSpace", {})),
+        "action_space": _from_dict(hello.get("actionSpace", {})),
+        "extra_fields": fields,
+        "settings": settings,
+    }
+
+
+def _shape(value: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(map(int, value.get("shape", ())))  # JSON has 64 bits as text
 
 
 def _refuse(place: str, why: str) -> NoReturn:
@@ -343,7 +390,7 @@ def _from_dict(space: dict[str, Any]) -> dict[str, Any] | None:
     if not space:
         return None
     ((kind, fields),) = space.items()
-    shape = tuple(map(int, fields.get("shape", ())))  # JSON has 64 bits as text
+    shape = _shape(fields)
     if kind == "box":
         found = {"dtype": DTYPES[fields["dtype"] - 1], "shape": shape}
         for name in ("low", "high"):
@@ -356,9 +403,9 @@ def _from_dict(space: dict[str, Any]) -> dict[str, Any] | None:
         n, start = int(fields["n"]), int(fields.get("start", 0))
         return {"type": "Discrete", "n": n, "start": start}
     if kind == "multiDiscrete":
-        n = tuple(map(int, fields["n"]))
-        start = tuple(map(int, fields.get("start", [0] * len(n))))
-        return {"type": "MultiDiscrete", "n": n, "start": start}
+        ns = tuple(map(int, fields["n"]))
+        starts = tuple(map(int, fields.get("start", [0] * len(ns))))
+        return {"type": "MultiDiscrete", "n": ns, "start": starts}
     if kind == "multiBinary":
         return {"type": "MultiBinary", "shape": shape}
     if kind == "tuple":

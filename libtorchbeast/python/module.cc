@@ -62,16 +62,7 @@ void bind_errors(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(libtorchbeast, m) {
-  m.doc() =
-      R"(The C++ core of PolyBeast: queues, batching, actor pool, environments.
-
-Nests are tuples, lists and dicts of leaves; leaves are torch tensors on the CPU or NumPy
-arrays. What comes out has tuples and dicts. Its leaves share memory with the core: torch
-tensors if torch is imported, else NumPy arrays. torch is never imported here.
-
-Calls that block let other threads run, and Ctrl-C interrupts them, but for stop()
-and close(), which have time limits.
-)";
+  m.doc() = doc("");
   bind_errors(m);
   bind_security(m);
   bind_batching(m);

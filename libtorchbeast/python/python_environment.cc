@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "bindings.h"
 #include "gil.h"
 #include "nest/pybind.h"
 #include "row_reader.h"
@@ -20,7 +21,7 @@ namespace {
 
 using nest::Place;
 
-py::module_ gym_module() { return py::module_::import("libtorchbeast_gym"); }
+py::module_ gym_module() { return python_half("gym"); }
 
 // Adds what begin_hello() or finish_hello() returns. Throws std::invalid_argument if
 // the wire can't have it. REQUIRES: the GIL is held.
@@ -39,12 +40,8 @@ std::string describe(const py::error_already_set& error) {
   try {
     // An exception that C code raised has no traceback.
     const py::object trace = error.trace() ? error.trace() : py::none();
-    const py::object lines =
-        py::module_::import("traceback")
-            .attr("format_exception")(error.type(), error.value(), trace);
-    const py::object text = py::str("").attr("join")(lines).attr("replace")(
-        py::str("\0", 1), py::str("\\0"));  // C would end the text there
-    return py::cast<py::bytes>(text.attr("encode")("utf-8", "backslashreplace"));
+    const py::function describe = gym_module().attr("describe");
+    return py::cast<py::bytes>(describe(error.type(), error.value(), trace));
   } catch (const std::exception&) {
     return error.what();
   }
@@ -115,11 +112,11 @@ class PythonEnvironment : public Environment {
 
   // Makes the environment, and the hello as far as it is known before the first row.
   // What is thrown here, or later, does not keep the environment from being closed.
-  void make(py::handle env_class) {
+  void make(const Callback& env_class) {
     with_python([&] {
-      const py::object env = call(env_class);
-      thread_state_.emplace();
       usable([&] {
+        const py::object env = env_class();
+        thread_state_.emplace();
         const py::module_ gym = gym_module();
         env_ = gym.attr("adapt")(env);
         reader_.emplace(py::isinstance(env_, gym.attr("Single")));
@@ -244,14 +241,8 @@ class PythonEnvironment : public Environment {
 
 }  // namespace
 
-EnvironmentFactory environment_factory(py::object env_class, std::string name,
-                                       const Settings& settings) {
-  if (PyCallable_Check(env_class.ptr()) == 0) {
-    throw py::type_error(
-        "env_class must be a class or function without arguments, not " +
-        std::string(py::repr(env_class)));
-  }
-  const std::shared_ptr<void> kept = keep(std::move(env_class));
+EnvironmentFactory environment_factory(std::shared_ptr<Callback> env_class,
+                                       std::string name, const Settings& settings) {
   wire::EnvHello described;
   described.set_version(kWireVersion);
   described.set_environment(std::move(name));
@@ -260,9 +251,9 @@ EnvironmentFactory environment_factory(py::object env_class, std::string name,
     setting->set_name(flag);
     setting->set_value(value);
   }
-  return [kept, described = std::move(described)] {
+  return [env_class = std::move(env_class), described = std::move(described)] {
     auto made = std::make_unique<PythonEnvironment>(described);
-    made->make(static_cast<PyObject*>(kept.get()));
+    made->make(*env_class);
     return made;
   };
 }

@@ -5,46 +5,26 @@
 #include <utility>
 
 #include "arrays.h"
+#include "bindings.h"
 
 namespace torchbeast::python {
 
 using nest::Place;
 
-// The values as a C-contiguous array of `dtype`. Casts must be safe or of the same
-// kind, in NumPy's words, and integers must fit.
+// The values as a C-contiguous array of `dtype`, see cast() of libtorchbeast_gym.py.
 py::array RowReader::cast(py::handle value, DType dtype, const Place& place,
                           bool to_bool) {
-  const py::module_ numpy = py::module_::import("numpy");
-  const py::object array = numpy.attr("asarray")(value);
-  const py::dtype from = py::cast<py::array>(array).dtype();
-  const py::dtype to = to_numpy(dtype);
-  const auto is_integer = [](const py::dtype& d) {
-    return d.kind() == 'i' || d.kind() == 'u';
-  };
-  const auto can_cast = [&](const char* how) {
-    return py::cast<bool>(numpy.attr("can_cast")(from, to, how));
-  };
-  const bool are_integers = is_integer(from) && is_integer(to);
-  const bool is_list = are_integers && !py::isinstance<py::array>(value);
-  if (!is_list && !(to_bool && is_integer(from)) && !can_cast("same_kind")) {
-    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
-                                std::string(py::str(from)) + ", which cannot become " +
-                                dtype_name(dtype) + " without loss");
-  }
-  py::array cast = numpy.attr("array")(array, to, py::arg("order") = "C");
-  if (are_integers && !can_cast("safe") &&
-      !py::cast<bool>(numpy.attr("array_equal")(cast, array))) {
-    throw std::invalid_argument("at " + place.str() + ": the environment gave " +
-                                std::string(py::str(from)) +
-                                " with values outside of " + dtype_name(dtype));
-  }
-  return cast;
+  const py::object found =
+      python_half("gym").attr("cast")(value, to_numpy(dtype), to_bool);
+  if (!py::isinstance<py::str>(found)) return py::cast<py::array>(found);
+  throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                              std::string(py::str(found)));
 }
 
 Array RowReader::read(py::handle value, const ArraySpec& spec, const Place& place,
                       bool to_bool) {
   const auto fits = [&](const py::array& array) {
-    return from_numpy(array) == spec.dtype && (array.flags() & py::array::c_style) != 0;
+    return has_dtype(array, spec.dtype) && (array.flags() & py::array::c_style) != 0;
   };
   const bool is_array = py::isinstance<py::array>(value);
   py::array array = is_array && fits(py::reinterpret_borrow<py::array>(value))

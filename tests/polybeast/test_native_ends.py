@@ -47,6 +47,13 @@ for f in (answer, lambda: list(queue)):
 ActorPool(4, queue, batcher, [address], ()).run()
 """,
     "server": "Server(Env, address).run()",
+    "server_of_an_idle_learner": """
+server = Server(Env, address)
+server.start(here=True)
+pool = ActorPool(4, queue, batcher, [address], ())  # nobody answers
+threading.Thread(target=pool.run, daemon=True).start()
+server.run()
+""",
     "probe": """
 import socket
 silent = socket.socket(socket.AF_UNIX)

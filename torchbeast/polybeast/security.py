@@ -15,7 +15,6 @@ from torchbeast.base.errors import FlagError, UserError, using
 from torchbeast.polybeast.flags import PRIVATE_FOLDER, Connection
 
 CONNECT_SECONDS = 5.0  # time limit of a connection, and of each step of a handshake
-FILES = ("tls_ca", "tls_cert", "tls_key", "token_file")
 TLS_FLAGS = [name for name in Connection.declared() if name.startswith("tls")]
 
 
@@ -30,24 +29,20 @@ def security(flags: argparse.Namespace) -> Any:
     """A libtorchbeast.Security of the flags. Raises FlagError for unusable files."""
     import libtorchbeast  # may not be built
 
-    for name in filter(flags.__getattribute__, FILES):
-        what = f"--{name} {getattr(flags, name)}"
-        with using(what):
-            found = os.stat(getattr(flags, name))
-        if not stat.S_ISREG(found.st_mode) or found.st_size > 2**20:
-            raise FlagError(f"{what} must be a file of at most 1 MiB")
-    if uses_tls(flags):
-        tls_context(flags)  # raises; gRPC gives no reason
-    token = None
+    token, what = None, f"--token_file {flags.token_file}"
     if flags.token_file:
-        with using(f"--token_file {flags.token_file}", "is not text in UTF-8"):
+        with using(what, "is not text in UTF-8"):
+            found = os.stat(flags.token_file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > 2**20:
+                raise FlagError(f"{what} must be a file of at most 1 MiB")
             token = Path(flags.token_file).read_text("utf-8").strip()
         if not re.fullmatch("[!-~]+", token):  # it travels in a header
-            raise FlagError(
-                f"--token_file {flags.token_file} must have printable ASCII, no spaces"
-            )
-    files = {name: getattr(flags, name) for name in TLS_FLAGS}
-    return libtorchbeast.Security(**files, token=token, insecure=flags.insecure)
+            raise FlagError(f"{what} must have printable ASCII, no spaces")
+    tls = {name: getattr(flags, name) for name in TLS_FLAGS}
+    try:
+        return libtorchbeast.Security(**tls, token=token, insecure=flags.insecure)
+    except ValueError as error:  # begins with an argument's name
+        raise FlagError(f"--{error}") from None
 
 
 def make_private_folder(pipes_basename: str) -> None:
@@ -90,7 +85,7 @@ def uses_tls(flags: argparse.Namespace) -> bool:
 
 
 def tls_context(flags: argparse.Namespace) -> Any:
-    """TLS of the side that connects, as gRPC has it. Raises FlagError for bad files."""
+    """TLS of the side that connects, as gRPC has it."""
     import ssl  # slow
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -101,13 +96,11 @@ def tls_context(flags: argparse.Namespace) -> Any:
     if not uses_tls(flags):
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if flags.tls_cert or flags.tls_key:
-        with using(f"--tls_cert {flags.tls_cert} with --tls_key {flags.tls_key}"):
-            # An empty password, so that ssl does not ask for one.
-            files = flags.tls_cert or "", flags.tls_key or ""
-            context.load_cert_chain(*files, password="")
+        # An empty password, so that ssl does not ask for one.
+        files = flags.tls_cert or "", flags.tls_key or ""
+        context.load_cert_chain(*files, password="")
     if flags.tls_ca:
-        with using(f"--tls_ca {flags.tls_ca}"):
-            context.load_verify_locations(flags.tls_ca)
+        context.load_verify_locations(flags.tls_ca)
     return context
 
 
@@ -160,7 +153,7 @@ def tls_fault(address: str, flags: argparse.Namespace) -> str | None:
             why = "it speaks TLS"
         else:
             return None
-    except (UserError, OSError, ValueError):  # files may just be renewed
+    except (OSError, ValueError):  # files may just be renewed
         return None
     return (
         f"both sides do not agree on TLS: {why.rstrip('.')}. Give both the --tls flags "

@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
 from torchbeast.base.errors import text_of
 from torchbeast.envs.environment import Environment, example_environment
-from torchbeast.envs.values import mask_space
+from torchbeast.envs.seeded_games import check_same_spaces
+from torchbeast.envs.values import InvalidEnvironmentError, mask_space
 from torchbeast.flags import Flags
 from torchbeast.polybeast import supervisor
 from torchbeast.polybeast.env_connection import environment_settings
@@ -47,10 +48,11 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
 
     try:
         make_private_folder(address)  # it may have been removed
-        server = make_server(flags, index, address)
+        tried: list[Environment] = []
+        server = make_server(flags, index, address, tried)
         _watch(flags, server, pipe, send)
         # Before the server listens, so that no learner gets a faulty environment.
-        description = try_environment(flags, index * flags.envs_per_actor)
+        description = try_environment(flags, index * flags.envs_per_actor, tried)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         if not flags.join:
@@ -147,12 +149,17 @@ def run_client(
         raise supervisor.RefusedForGood(f"can't join: {faults[0]}")
 
 
-def make_server(flags: Flags, index: int, address: str) -> Any:
+def make_server(
+    flags: Flags, index: int, address: str, tried: Sequence[Environment] = ()
+) -> Any:
     """A libtorchbeast.Server, or with --join a Client, which has one stream.
 
     Stream n of the learner gets new environments with the numbers n * E to
-    (n + 1) * E - 1, like actor n of MonoBeast. Raises ServerError.
+    (n + 1) * E - 1, like actor n of MonoBeast. Their spaces must be those of `tried`.
+    Raises ServerError.
     """
+    from libtorchbeast_gym import UnusableError
+
     import libtorchbeast
 
     E = flags.envs_per_actor
@@ -162,7 +169,12 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
         def __init__(self) -> None:
             # If the learner does not number its streams:
             place = next(numbers) * flags.num_servers + index
-            super().__init__(flags, E, first_index=place * E)
+            try:
+                super().__init__(flags, E, first_index=place * E)
+                for env in tried:
+                    check_same_spaces(flags.env, env, self)
+            except InvalidEnvironmentError as error:
+                raise UnusableError(error) from None  # the learner gets no traceback
 
         def begin_stream(self, seed: int, stream: int) -> None:
             self.set_seed(seed, stream * E)
@@ -176,9 +188,13 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
         return libtorchbeast.Client(StreamEnvironment, address, **options)
 
 
-def try_environment(flags: Flags, index: int = 0) -> str:
+def try_environment(
+    flags: Flags, index: int = 0, tried: list[Environment] | None = None
+) -> str:
     """Makes, resets and steps environment `index`. Returns a text for the log."""
     with contextlib.closing(example_environment(flags, index)) as env:
+        if tried is not None:
+            tried.append(env)
         env.set_seed(secrets.randbits(31), 0)
         row = env.initial()
         if not mask_space(env.observation_space):  # of action 0
