@@ -14,47 +14,41 @@ using google::protobuf::util::MessageDifferencer;
 
 namespace {
 
-// The one setting that the hello says twice.
-constexpr char kEnv[] = "env";
-
 // What in `hello` is not as expected; empty if nothing is.
 std::string unexpected(const ExpectedEnvironment& expected,
                        const wire::EnvHello& hello) {
-  const auto& [name, num_envs, settings] = expected;
-  std::string text;
-  const auto add = [&text](const std::string& what) {
-    if (!text.empty()) text += ", ";
-    text += what;
-  };
-  const auto differs = [&add](const std::string& flag, const std::string& theirs,
-                              const std::string& ours) {
-    add("--" + flag + " " + theirs + " (this learner: " + ours + ")");
-  };
-  const bool same_name =
-      name.empty() || hello.environment().empty() || hello.environment() == name;
-  if (!same_name) differs(kEnv, hello.environment(), name);
-  const auto E = static_cast<int64_t>(hello.num_envs());
-  if (num_envs > 0 && E != num_envs) {
-    differs("envs_per_actor", std::to_string(E), std::to_string(num_envs));
-  }
-  if (settings.empty() || hello.settings().empty()) return text;
-  std::map<std::string, std::string> theirs;
+  std::map<std::string, std::string> ours = expected.settings, theirs;
   for (const wire::Setting& setting : hello.settings()) {
     theirs.emplace(setting.name(), setting.value());
   }
-  for (const auto& [flag, value] : settings) {
+  if (ours.empty() || theirs.empty()) ours = theirs = {};
+  // The hello also says these two, without settings.
+  if (!expected.name.empty() && !hello.environment().empty()) {
+    ours["env"] = expected.name;
+    theirs["env"] = hello.environment();
+  }
+  if (expected.num_envs > 0) {
+    ours["envs_per_actor"] = std::to_string(expected.num_envs);
+    theirs["envs_per_actor"] = std::to_string(hello.num_envs());
+  }
+  // Which flags there are depends on the environment.
+  const bool same_env =
+      ours.count("env") + theirs.count("env") < 2 || ours["env"] == theirs["env"];
+  std::string text;
+  const auto add = [&text](const std::string& theirs, const std::string& ours) {
+    text += (text.empty() ? "" : ", ") + theirs + " (this learner: " + ours + ")";
+  };
+  for (const auto& [flag, value] : ours) {
     const auto found = theirs.find(flag);
     if (found == theirs.end()) {
-      // Which flags matter depends on the environment.
-      if (same_name) add("no --" + flag + " (this learner: " + value + ")");
-    } else if (found->second != value && (flag != kEnv || same_name)) {
-      differs(flag, found->second, value);
+      if (same_env) add("no --" + flag, value);
+    } else if (found->second != value) {
+      add("--" + flag + " " + found->second, value);
     }
   }
   for (const auto& [flag, value] : theirs) {
-    if (same_name && settings.count(flag) == 0) {
-      add("--" + flag + " " + value + " (this learner: no such flag)");
-    }
+    if (same_env && ours.count(flag) == 0)
+      add("--" + flag + " " + value, "no such flag");
   }
   return text;
 }

@@ -86,8 +86,8 @@ py::object map_many(const py::function& f, const py::args& nests) {
 
 py::object map_many2(const py::function& f, const py::object& n1,
                      const py::object& n2) {
-  auto call = [&f](const py::object& x, const py::object& y) { return f(x, y); };
-  return write(nest::map2(call, read(n1), read(n2)), n1);
+  auto call = [&f](const std::vector<py::object>& pair) { return f(pair[0], pair[1]); };
+  return write(nest::zip<py::object>({read(n1), read(n2)}).map(call), n1);
 }
 
 py::list flatten(const py::object& n) { return to_list(read(n).flatten()); }

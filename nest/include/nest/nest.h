@@ -260,59 +260,32 @@ std::string describe_difference(const Nest<A>& a, const Nest<B>& b, size_t numbe
   return text;
 }
 
-template <typename A, typename B>
-void check_same_structure(const Nest<A>& a, const Nest<B>& b, size_t number,
-                          const Place& place) {
-  if (a.is_leaf() && b.is_leaf()) return;
-
-  if (a.is_vector() && b.is_vector() && a.vector().size() == b.vector().size()) {
-    for (size_t i = 0; i < a.vector().size(); ++i) {
-      check_same_structure(a.vector()[i], b.vector()[i], number, Place(place, i));
-    }
-    return;
-  }
-
+// Calls f for every pair of leaves. `number` is the position of b.
+template <typename F, typename A, typename B>
+void walk2(F& f, const Nest<A>& a, const Nest<B>& b, size_t number,
+           const Place& place) {
   auto same_key = [](const auto& x, const auto& y) { return x.first == y.first; };
-  if (a.is_map() && b.is_map() &&
-      std::equal(a.dict().begin(), a.dict().end(), b.dict().begin(), b.dict().end(),
-                 same_key)) {
+  if (a.is_leaf() && b.is_leaf()) {
+    call_at(place, f, a.leaf(), b.leaf());
+  } else if (a.is_vector() && b.is_vector() && a.vector().size() == b.vector().size()) {
+    for (size_t i = 0; i < a.vector().size(); ++i) {
+      walk2(f, a.vector()[i], b.vector()[i], number, Place(place, i));
+    }
+  } else if (a.is_map() && b.is_map() &&
+             std::equal(a.dict().begin(), a.dict().end(), b.dict().begin(),
+                        b.dict().end(), same_key)) {
     auto other = b.dict().begin();
     for (const auto& [key, child] : a.dict()) {
-      check_same_structure(child, other->second, number, Place(place, key));
+      walk2(f, child, other->second, number, Place(place, key));
       ++other;
-    }
-    return;
-  }
-
-  throw StructureError("at " + place.str() + ": " + describe_difference(a, b, number));
-}
-
-// REQUIRES: a and b have the same structure.
-template <typename F, typename A, typename B>
-void walk2(F& f, const Nest<A>& a, const Nest<B>& b, const Place& place) {
-  if (a.is_leaf()) {
-    call_at(place, f, a.leaf(), b.leaf());
-  } else if (a.is_vector()) {
-    for (size_t i = 0; i < a.vector().size(); ++i) {
-      walk2(f, a.vector()[i], b.vector()[i], Place(place, i));
     }
   } else {
-    auto other = b.dict().begin();
-    for (const auto& [key, child] : a.dict()) {
-      walk2(f, child, other->second, Place(place, key));
-      ++other;
-    }
+    throw StructureError("at " + place.str() + ": " +
+                         describe_difference(a, b, number));
   }
 }
 
 }  // namespace internal
-
-// Throws StructureError if the structures differ. The text names the first place,
-// as in `at [0]["reward"]: a leaf in the first, a vector of 2 in the second`.
-template <typename A, typename B>
-void check_same_structure(const Nest<A>& a, const Nest<B>& b) {
-  internal::check_same_structure(a, b, 2, Place());
-}
 
 // A nest with the structure of another nest, into which `leaves` are moved. Throws
 // StructureError if the number of leaves differs.
@@ -327,23 +300,12 @@ Nest<T> pack_as(const Nest<U>& structure, std::vector<T> leaves) {
   return structure.map([&next](const U&) -> T { return std::move(*next++); });
 }
 
-// Calls f(leaf of a, leaf of b), or with the place behind them, for every pair, after
-// check_same_structure(a, b).
+// Calls f(leaf of a, leaf of b), or with the place behind them, for every pair. Throws
+// StructureError at the first place where the structures differ, which it names, as in
+// `at [0]["reward"]: a leaf in the first, a vector of 2 in the second`.
 template <typename F, typename A, typename B>
 void for_each2(F&& f, const Nest<A>& a, const Nest<B>& b) {
-  check_same_structure(a, b);
-  internal::walk2(f, a, b, Place());
-}
-
-// The nest of the results of f(leaf of a, leaf of b), after
-// check_same_structure(a, b).
-template <typename F, typename A, typename B>
-auto map2(F&& f, const Nest<A>& a, const Nest<B>& b) {
-  using R = std::decay_t<std::invoke_result_t<F&, const A&, const B&>>;
-  std::vector<R> results;
-  auto append = [&](const A& x, const B& y) { results.push_back(f(x, y)); };
-  for_each2(append, a, b);
-  return pack_as(a, std::move(results));
+  internal::walk2(f, a, b, 2, Place());
 }
 
 // One nest whose leaves are vectors of the leaves of several nests: [x0, x1,
@@ -352,8 +314,9 @@ auto map2(F&& f, const Nest<A>& a, const Nest<B>& b) {
 template <typename T>
 Nest<std::vector<T>> zip(std::vector<Nest<T>> nests) {
   if (nests.empty()) throw StructureError("zip() of no nests");
+  auto nothing = [](const T&, const T&) {};
   for (size_t i = 1; i < nests.size(); ++i) {
-    internal::check_same_structure(nests[0], nests[i], i + 1, Place());
+    internal::walk2(nothing, nests[0], nests[i], i + 1, Place());
   }
   std::vector<std::vector<T>> columns(nests[0].num_leaves());
   for (std::vector<T>& column : columns) column.reserve(nests.size());
