@@ -211,10 +211,17 @@ const grpc::ResourceQuota& dialled_quota() {
 }
 
 // Older versions print a line for each text that is no UTF-8, and peers choose how many
-// there are. The message is refused all the same, with its peer.
+// there are. The message is refused all the same, with its peer. What is said about
+// messages of others goes on as before.
 void keep_protobuf_quiet() {
 #if __has_include(<google/protobuf/stubs/logging.h>)
-  google::protobuf::SetLogHandler(nullptr);
+  namespace pb = google::protobuf;
+  static pb::LogHandler* const before = pb::SetLogHandler(nullptr);
+  pb::SetLogHandler(
+      [](pb::LogLevel level, const char* file, int line, const std::string& text) {
+        const bool is_ours = text.find("torchbeast.wire.") != std::string::npos;
+        if (!is_ours && before != nullptr) before(level, file, line, text);
+      });
 #endif
 }
 
@@ -270,6 +277,8 @@ GrpcLog& grpc_log() {
 void limit_log() {
   static const int once = [] {
     keep_protobuf_quiet();
+    const char* const wanted = std::getenv("GRPC_VERBOSITY");
+    if (wanted != nullptr && std::strcmp(wanted, "DEBUG") == 0) return 0;
     gpr_set_log_function([](gpr_log_func_args* args) {
       grpc_log().add(args->file, args->line, args->message);
     });

@@ -75,7 +75,7 @@ TEST_F(ServerTest, PortsThatAreTaken) {
 
 TEST_F(ServerTest, SocketsThatCannotBeMade) {
   EnvServer first(counting(1), server_options(unix_address("first")));
-  first.start();  // raises the limit
+  first.start();  // gRPC has its descriptors
   const int lowest = dup(0);
   close(lowest);
   rlimit limit{};

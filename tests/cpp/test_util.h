@@ -7,11 +7,16 @@
 #include <signal.h>
 #include <unistd.h>
 
+#if __has_include(<execinfo.h>)
+#include <execinfo.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <functional>
 #include <memory>
@@ -35,6 +40,16 @@
 #endif
 
 namespace torchbeast {
+
+#if __has_include(<execinfo.h>)
+// Says where the process ends if an exception is thrown that nobody catches, or a
+// thread is destroyed that runs.
+inline const std::terminate_handler default_terminate = std::set_terminate([] {
+  void* frames[64];
+  backtrace_symbols_fd(frames, backtrace(frames, 64), STDERR_FILENO);
+  default_terminate();
+});
+#endif
 
 // A test that hangs says its name and aborts.
 class GuardedTest : public testing::Test {
