@@ -91,17 +91,21 @@ class NotInForks {
   std::map<int, FileId> files_ TB_GUARDED_BY(mutex_);
 };
 
-sockaddr_un unix_name(const std::string& path) {
+// Binds or connects a unix socket.
+int call_with(int (*f)(int, const sockaddr*, socklen_t), int fd,
+              const std::string& path) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
   std::memcpy(name.sun_path, path.c_str(), path.size() + 1);
-  return name;
-}
-
-int call_with(int (*f)(int, const sockaddr*, socklen_t), int fd,
-              const sockaddr_un& name) {
   return f(fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name));
 }
+
+#ifndef SOCK_CLOEXEC  // macOS
+constexpr int SOCK_CLOEXEC = 0;
+int accept4(int fd, sockaddr* name, socklen_t* size, int) {
+  return ::accept(fd, name, size);
+}
+#endif
 
 // Not inherited by programs that this process starts, and never blocking. On Linux they
 // are made so: another thread may start a program in between.
@@ -115,11 +119,7 @@ void set_option(int fd, int level, int name, int value) {
 }
 
 Descriptor make_socket(int family) {
-#ifdef SOCK_CLOEXEC
   Descriptor made(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-#else
-  Descriptor made(socket(family, SOCK_STREAM, 0));
-#endif
   if (made.get() >= 0) set_flags(made.get());
   return made;
 }
@@ -157,9 +157,9 @@ Descriptor lock_file(const Address& address, const std::string& path) {
                         : path + ": " + std::strerror(errno));
     }
     // The server that had it may have removed the file since it was opened.
-    struct stat locked, found;
-    if (fstat(file.get(), &locked) == 0 && lstat(path.c_str(), &found) == 0 &&
-        locked.st_dev == found.st_dev && locked.st_ino == found.st_ino) {
+    struct stat found;
+    if (lstat(path.c_str(), &found) == 0 &&
+        file_of(file.get()) == FileId(found.st_dev, found.st_ino)) {
       return file;
     }
   }
@@ -202,7 +202,7 @@ void ListeningSocket::listen_unix(const Address& address) {
   unlink(path);
   Descriptor made = make_socket(AF_UNIX);
   // Nobody can connect before listen(), so nobody finds it with other rights.
-  if (made.get() < 0 || call_with(bind, made.get(), unix_name(address.path())) != 0 ||
+  if (made.get() < 0 || call_with(bind, made.get(), address.path()) != 0 ||
       chmod(path, 0600) != 0 || listen(made.get(), SOMAXCONN) != 0) {
     cannot_listen(address, std::strerror(errno));
   }
@@ -273,11 +273,7 @@ int ListeningSocket::accept(Milliseconds timeout) {
   getrlimit(RLIMIT_NOFILE, &limit);
   for (const pollfd& one : waiting) {
     if (one.revents == 0) continue;
-#ifdef SOCK_CLOEXEC
     Descriptor accepted(accept4(one.fd, nullptr, nullptr, SOCK_CLOEXEC));
-#else
-    Descriptor accepted(::accept(one.fd, nullptr, nullptr));
-#endif
     const int fd = accepted.get();
     if (fd < 0) {
       // The connection waits until there are descriptors again.
@@ -300,49 +296,40 @@ int ListeningSocket::accept(Milliseconds timeout) {
 
 namespace {
 
-// "127.0.0.1:5000", "[::1]:5000"; of a unix socket "17", its descriptor.
+// "127.0.0.1:5000", "::1:5000"; of a unix socket "17", its descriptor. From gRPC's
+// "ipv4:127.0.0.1:5000", "ipv6:%5B::1%25eth0%5D:5000", "fd:17".
+std::string plain_name(std::string peer) {
+  peer.erase(0, peer.find(':') + 1);
+  for (const std::string part : {"[", "]", "%5B", "%5D", "::ffff:"}) {
+    const size_t at = peer.find(part);
+    if (at != std::string::npos) peer.erase(at, part.size());
+  }
+  const size_t scope = peer.find('%');
+  if (scope != std::string::npos) peer.erase(scope, peer.rfind(':') - scope);
+  return peer;
+}
+
 std::string peer_name(int fd) {
   sockaddr_storage name{};
   socklen_t size = sizeof(name);
   auto* const address = reinterpret_cast<sockaddr*>(&name);
-  char host[NI_MAXHOST];
+  char host[NI_MAXHOST], port[NI_MAXSERV];
   if (getpeername(fd, address, &size) != 0 || name.ss_family == AF_UNIX ||
-      getnameinfo(address, size, host, sizeof(host), nullptr, 0, NI_NUMERICHOST) != 0) {
+      getnameinfo(address, size, host, sizeof(host), port, sizeof(port),
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
     return std::to_string(fd);
   }
-  const std::string port = ":" + std::to_string(ntohs(port_of(address)));
-  std::string text(host);
-  text.resize(std::min(text.size(), text.find('%')));  // the scope
-  const std::string mapped = "::ffff:";
-  if (text.compare(0, mapped.size(), mapped) == 0 &&
-      text.find('.') != std::string::npos) {
-    return text.substr(mapped.size()) + port;
-  }
-  return (name.ss_family == AF_INET6 ? "[" + text + "]" : text) + port;
-}
-
-// The same from gRPC's "ipv4:127.0.0.1:5000", "ipv6:%5B::1%25eth0%5D:5000", "fd:17".
-std::string plain_name(const std::string& peer) {
-  std::string text = peer.substr(peer.find(':') + 1);
-  for (const auto& [code, plain] : {std::pair("%5B", "["), std::pair("%5D", "]")}) {
-    const size_t at = text.find(code);
-    if (at != std::string::npos) text.replace(at, 3, plain);
-  }
-  const size_t scope = text.find('%');
-  if (scope != std::string::npos) text.erase(scope, text.find(']') - scope);
-  return text;
+  return plain_name("ip:" + std::string(host) + ":" + port);
 }
 
 // What a TCP connection has received; 0 if the system does not say.
-uint64_t bytes_received(int fd) {
+uint64_t bytes_received([[maybe_unused]] int fd) {
 #ifdef __linux__
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0) {
     return info.tcpi_bytes_received;
   }
-#else
-  static_cast<void>(fd);
 #endif
   return 0;
 }
@@ -439,8 +426,7 @@ PeerConnections& dialled_connections() {
 int dial_unix(const Address& address, bool anybody) {
   const std::string place = "the socket " + address.to_string();
   Descriptor made = make_socket(AF_UNIX);
-  if (made.get() < 0 ||
-      call_with(connect, made.get(), unix_name(address.path())) != 0) {
+  if (made.get() < 0 || call_with(connect, made.get(), address.path()) != 0) {
     throw TransportError("no connection to " + place + ": " + std::strerror(errno));
   }
   uid_t user = 0;
