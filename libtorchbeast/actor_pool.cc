@@ -150,7 +150,8 @@ ActorPool::ActorPool(ActorPoolOptions options,
 ActorPool::~ActorPool() { close(); }
 
 void ActorPool::run() {
-  PoolStreams& shared = *shared_;
+  const std::shared_ptr<PoolStreams> owner = shared_;  // this may go before its end
+  PoolStreams& shared = *owner;
   if (shared.started.exchange(true)) {
     throw std::runtime_error("an ActorPool runs once");
   }
@@ -180,14 +181,13 @@ void ActorPool::run() {
       if (shared.sessions.learner_queue->is_closed() ||
           shared.sessions.inference_batcher->is_closed() ||
           (dialled.empty() && listener->is_closed())) {
-        for (DialledStreams& streams : dialled) streams.throw_own_error();
-        shared.close();
+        shared.end();
       }
     }
   } catch (...) {
     error = std::current_exception();
   }
-  shared.close();
+  shared.end();
   shared.cancel_all();
   dialled.clear();
   {

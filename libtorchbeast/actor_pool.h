@@ -119,7 +119,7 @@ class ActorPool {
   ActorPool(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
             std::shared_ptr<DynamicBatcher> inference_batcher,
             ArrayNest initial_agent_state);
-  ~ActorPool();
+  ~ActorPool();  // closes; run() may still be about to return
   ActorPool(const ActorPool&) = delete;
 
   // Runs until close() is called or the queue or the batcher is closed; without

@@ -160,7 +160,11 @@ void EnvClient::State::play(DialledConnection& connection, EnvRunner& runner,
     if (runner.is_between_episodes()) ++this->num_episodes;
     runner.send_to(connection);
   }
-  connection.leave();
+  try {
+    connection.leave();
+  } catch (const TransportError&) {  // a learner that hangs may still get what was sent
+    if (!connection.is_cancelled()) throw;
+  }
 }
 
 bool EnvClient::State::goes_on(const End& end) {

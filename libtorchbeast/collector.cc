@@ -197,9 +197,9 @@ void Collector::add(const std::shared_ptr<Running>& running) {
 
 void Collector::remove(const Running* running) {
   MutexLock lock(mutex_);
-  running_.erase(std::find_if(running_.begin(), running_.end(), [&](const auto& other) {
-    return other.get() == running;
-  }));
+  const auto is_it = [running](const auto& other) { return other.get() == running; };
+  running_.erase(std::remove_if(running_.begin(), running_.end(), is_it),
+                 running_.end());
   ++version_;
   bell_in(*doorbell_pages()).ring();
 }

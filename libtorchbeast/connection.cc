@@ -192,6 +192,7 @@ void DialledConnection::leave_with_error(const std::string& text) {
 }
 
 void DialledConnection::leave() {
+  shake_hands_again();
   const auto waiting = wait();
   end_lane();
   stream_->WritesDone();

@@ -33,6 +33,12 @@ class EnvironmentError : public Ended {
 
 // One thread at a time, but for cancel(), restart_waiting() and cancel_if_slow(), which
 // are thread-safe.
+//
+// Nothing here has a limit of time: who owns it, or watches it, calls cancel() or
+// cancel_if_slow(), and the read or write that waits throws then. A stream of the
+// collector is read and written by whatever thread has claimed its session; only
+// has_message(), is_ready() and needs_look() are called for a session that nobody has
+// claimed, with the session's lock held.
 class Connection {
  public:
   virtual ~Connection() = default;
@@ -66,8 +72,8 @@ class Connection {
   bool is_cancelled() const { return cancel_reason_ != nullptr; }
   // Whether messages go through shared memory.
   bool has_lane() const { return lane_ != nullptr; }
-  // Whether the other side owes its hello, or its end after an error. For all else it
-  // may take longer. Thread-safe.
+  // Whether the other side owes its hello, or its end. For all else it may take longer.
+  // Thread-safe.
   bool is_shaking_hands() const { return is_shaking_hands_; }
 
   // For messages: "the environment server at unix:/tmp/polybeast.0".

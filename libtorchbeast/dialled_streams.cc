@@ -20,10 +20,15 @@ constexpr char kPeer[] = "the environment server";
 
 DialledStreams::~DialledStreams() {
   thread_.join();  // may still give a stream to the collector
-  MutexLock lock(shared_.mutex);
-  while (place_ == kAway) {
-    shared_.changed.wait_until(shared_.mutex, Clock::now() + kLookPeriod, nullptr);
+  std::exception_ptr error;
+  {
+    MutexLock lock(shared_.mutex);
+    while (place_ == kAway) {
+      shared_.changed.wait_until(shared_.mutex, Clock::now() + kLookPeriod, nullptr);
+    }
+    if (back_) error = *back_;
   }
+  if (error && end_of(error).kind == End::kFailed) shared_.end(error);
 }
 
 void DialledStreams::go_on() {
@@ -49,15 +54,6 @@ void DialledStreams::go_on() {
     if (stream_) stream_->presence.rest();
     shared_.note(error.what());
   }
-}
-
-void DialledStreams::throw_own_error() {
-  std::exception_ptr error;
-  {
-    MutexLock lock(shared_.mutex);
-    if (back_) error = *back_;
-  }
-  if (error && end_of(error).kind == End::kFailed) std::rethrow_exception(error);
 }
 
 // --- The thread
@@ -87,7 +83,7 @@ void DialledStreams::run(std::optional<std::exception_ptr> back) {
       shared_.pause(backoff_.next(was_refused_));
     }
   } catch (...) {
-    shared_.fail(std::current_exception());
+    shared_.end(std::current_exception());
   }
 }
 
@@ -173,6 +169,7 @@ void DialledStreams::close(const End& end) {
 }
 
 void DialledStreams::act_on(const End& end) {
+  if (end.kind == End::kFailed) return shared_.end(end.error);
   if (shared_.closing) return;
   const std::string peer = std::string(kPeer) + " at " + address_.to_string();
   Event::Kind kind = Event::kRefused;
@@ -196,9 +193,9 @@ void DialledStreams::act_on(const End& end) {
       kind = Event::kLost;
       break;
     case End::kOver:
-      return shared_.close();
+      return shared_.end();
     default:  // nothing that a server has done
-      return shared_.fail(end.error);
+      return shared_.end(end.error);
   }
   // Attempts that fail one after the other are one event.
   const bool is_news = was_connected_ ||

@@ -22,7 +22,8 @@ class DialledStreams {
   // Of the address with this index.
   DialledStreams(PoolStreams* shared, size_t index)
       : shared_(*shared), index_(index), address_(shared->options.addresses[index]) {}
-  // Waits for the thread and the collector. REQUIRES: the pool is closing.
+  // Waits for the thread and the collector, which may still report an error of this
+  // side. REQUIRES: the pool is closing.
   ~DialledStreams();
   DialledStreams(const DialledStreams&) = delete;
 
@@ -30,8 +31,6 @@ class DialledStreams {
   // if the system refuses the first thread. The next ones are asked for in the next
   // call, and meanwhile the stream counts as gone.
   void go_on();
-  // Throws what the collector has given back, if it is an error of this side.
-  void throw_own_error();
 
  private:
   struct Stream {

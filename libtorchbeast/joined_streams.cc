@@ -53,7 +53,7 @@ End PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
       count_failure(end.text, connection.origin());
       break;
     case End::kFailed:
-      fail(end.error);
+      this->end(end.error);
       end.text = "the run has failed";
       break;
     default:

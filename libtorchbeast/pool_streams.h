@@ -47,16 +47,25 @@ struct PoolStreams : StreamHost {
     }
   }
 
-  void close() TB_EXCLUDES(mutex) { fail(nullptr); }
-  // Ends the run; the first error is the run's.
-  void fail(std::exception_ptr error) TB_EXCLUDES(mutex) {
+  // Ends the run; the first error of this side is the run's. It may come while the run
+  // ends already: who fails may close the queues at once.
+  void end(std::exception_ptr error = nullptr) TB_EXCLUDES(mutex) {
     {
       MutexLock lock(mutex);
-      if (!closing && first_error == nullptr) first_error = std::move(error);
+      if (is_wanted && first_error == nullptr) first_error = std::move(error);
       closing = true;
     }
     changed.notify_all();
     has_news.notify_all();
+  }
+
+  // The caller ends it: what fails from here on is no error.
+  void close() TB_EXCLUDES(mutex) {
+    {
+      MutexLock lock(mutex);
+      is_wanted = false;
+    }
+    end();
   }
 
   // After a dialled stream: sleeps so long, and until the check has seen what has
@@ -120,6 +129,7 @@ struct PoolStreams : StreamHost {
   Mutex mutex;
   CondVar changed;   // wakes those that pause, and who waits for a stream to be back
   CondVar has_news;  // wakes run()
+  bool is_wanted TB_GUARDED_BY(mutex) = true;
   std::exception_ptr first_error TB_GUARDED_BY(mutex);
   std::string last_error TB_GUARDED_BY(mutex);
   std::set<Presence*> streams TB_GUARDED_BY(mutex);

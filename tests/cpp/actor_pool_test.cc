@@ -156,28 +156,15 @@ TEST_F(ActorPoolTest, ADroppedBatchEndsTheRun) {
   EXPECT_THROW(pool.run(), AsyncError);
 }
 
-// Also if whoever has failed closes the batcher at once.
+// Over shared memory and TCP; those that have joined are in join_test.cc.
 TEST_F(ActorPoolTest, AFailureOutlivesTheCloseBehindIt) {
-  EnvServer server(counting(2), server_options(unix_address()));
-  server.start();
-  const int repeats = scaled(100, 5);
-  for (int i = 0; i < repeats; ++i) {
-    auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 2));
-    auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 2));
-    ActorPool pool(pool_options({server.address(), server.address()}), queue, batcher,
-                   CountingAgent::initial_state());
-    Threads threads;
-    threads.start([&] {
-      CountingAgent agent;
-      for (int k = 0; k < 20; ++k) {
-        const auto batch = batcher->next();
-        batch->set_outputs(agent.act(batch->inputs()));
-      }
-      batcher->next()->set_error("boom");
-      batcher->close();
-    });
-    const std::string error = error_of<AsyncError>([&] { pool.run(); });
-    EXPECT_TRUE(contains(error, "boom")) << error;
+  for (const std::string& address : {unix_address(), std::string("127.0.0.1:0")}) {
+    EnvServer server(counting(2), server_options(address));
+    server.start();
+    const ActorPoolOptions options = pool_options({server.address(), server.address()});
+    const int repeats = scaled(50, 5);
+    for (int i = 0; i < repeats; ++i) ASSERT_TRUE(ends_with_failure(options)) << i;
+    EXPECT_TRUE(ends_with_failure(options, true));
   }
 }
 

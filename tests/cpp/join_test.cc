@@ -1,6 +1,9 @@
 // Environments that dial the learner: Listener, ActorPool and EnvClient together, and
 // how each of them ends.
 
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
 #include <sys/socket.h>
 
 #include "join_fixture.h"
@@ -69,6 +72,62 @@ TEST_F(JoinTest, ItListensToOtherMachinesWithSecurityOnly) {
 }
 
 // Ends
+
+// Over shared memory, the socket alone and TCP.
+TEST_F(JoinTest, AFailureOutlivesTheCloseBehindIt) {
+  for (const std::string address : {"", "127.0.0.1:0"}) {
+    auto listener = listen(4, address);
+    EnvClientOptions options = client_options(listener->address());
+    const RunningClient first(counting(2), options);
+    options.offers_memory = false;
+    const RunningClient second(counting(2), options);
+    const int repeats = scaled(10, 2);
+    for (int i = 0; i < repeats; ++i) {
+      ASSERT_TRUE(ends_with_failure(pool_options(listener))) << i;
+    }
+    EXPECT_TRUE(ends_with_failure(pool_options(listener), true));
+  }
+}
+
+// A learner that hangs then.
+TEST_F(JoinTest, WhoLeavesDoesNotWaitForever) {
+  std::promise<void> release;
+  StreamService learner(
+      [&](grpc::ServerContext*, ServedStream* stream) {
+        grpc::ByteBuffer message;
+        wire::AgentMessage hello;
+        hello.mutable_hello()->set_version(kWireVersion);
+        stream->Write(encode(hello));
+        stream->Read(&message);  // its hello
+        const Array action = pool().allocate({DType::kInt64, {1}});
+        *action.as<int64_t>() = 1;
+        for (uint64_t number = 1; number <= 2 && stream->Read(&message); ++number) {
+          stream->Write(encode_action({action}, number, pool()));
+        }
+        release.get_future().wait();
+        return grpc::Status::OK;
+      },
+      kJoinMethod);
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(unix_address(), grpc::InsecureServerCredentials());
+  builder.RegisterService(&learner);
+  const auto server = builder.BuildAndStart();
+  EnvClientOptions options = client_options(unix_address());
+  options.hello_timeout = Milliseconds(300);
+  auto client = std::make_unique<RunningClient>(counting(1), options, 1);
+  wait_until([&] { return client->client().stats().num_episodes == 1; });
+  std::promise<void> left;
+  Threads threads;
+  threads.start([&] {
+    client->wait();
+    left.set_value();
+  });
+  EXPECT_EQ(left.get_future().wait_for(std::chrono::seconds(10)),
+            std::future_status::ready);
+  release.set_value();
+  threads.join();
+  server->Shutdown(std::chrono::system_clock::now());
+}
 
 // Over shared memory, the socket alone and TCP; one joins between the two ends.
 TEST_F(JoinTest, ACompleteRunEndsItsEnvironments) {

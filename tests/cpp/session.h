@@ -147,6 +147,34 @@ class Session {
   std::future<void> done_;
 };
 
+// Whether an inference that fails ends a run with its error although it closes the
+// batcher at once; after `close`, whether it does not.
+inline testing::AssertionResult ends_with_failure(const ActorPoolOptions& options,
+                                                  bool close = false) {
+  auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 64));
+  auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 64));
+  ActorPool pool(options, queue, batcher, CountingAgent::initial_state());
+  Threads threads;
+  threads.start([&] {
+    CountingAgent agent;
+    for (int k = 0; k < 20; ++k) {
+      const auto batch = batcher->next();
+      batch->set_outputs(agent.act(batch->inputs()));
+    }
+    const auto last = batcher->next();
+    if (close) pool.close();
+    last->set_error("boom");
+    batcher->close();
+  });
+  threads.start([&] {
+    while (queue->dequeue()) {
+    }
+  });
+  const std::string error = error_of<AsyncError>([&] { pool.run(); });
+  queue->close();
+  return contains(error, close ? "nothing" : "boom");
+}
+
 // Checks of a pool, see ActorPoolOptions. Each throws EnvironmentError or
 // TransportError with the facts' text.
 
