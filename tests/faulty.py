@@ -91,6 +91,11 @@ class Environment(gymnasium.Env):
         """Hangs in C and holds Python's lock: no other thread, no handler runs."""
         ctypes.PyDLL(None).sleep(1000)
 
+    def one_holds_the_lock(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.environ["FAULT_FILE"])
+            self.hold_the_lock()
+
     def nan_reward(self) -> None:
         self.reward = float("nan")
 

@@ -174,12 +174,21 @@ def test_a_run_on_this_machine(tmp_path, flags):
 
 
 @BOTH
-def test_a_dead_actor_is_replaced(tmp_path, flags):
+def test_an_actor_that_dies_or_hangs_is_replaced(tmp_path, flags, monkeypatch):
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    flags = {**flags, "env": "faulty:Environment", "actor_timeout": 30}
     process = start_learning(tmp_path, **flags)
     victims = ray_actors()
     assert len(victims) == 2
     os.kill(victims[0], signal.SIGKILL)
     wait_for_replacement(tmp_path, process, flags)
+    learns_on(tmp_path, process)
+    others = ray_actors()
+    fault.write_text("one_holds_the_lock")
+    wait_for(lambda: len({*ray_actors()} - {*others}) == 1, "third actor", process)
+    if "module" in flags:
+        wait_for(lambda: has_both_streams(tmp_path), "second stream", process)
     learns_on(tmp_path, process)
     stop(process)
 

@@ -1,5 +1,6 @@
 """PolyBeast's servers and learner, started apart: numbers, places, lost unrolls."""
 
+import argparse
 import itertools
 import os
 
@@ -11,7 +12,9 @@ from servers import Run as PoolRun
 from watched_runs import wait_until
 from watched_servers import T
 
+from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import env as polybeast_env
+from torchbeast.polybeast.env_connection import server_addresses
 
 # --- Numbers and places ---------------------------------------------------------------
 
@@ -57,6 +60,9 @@ def test_flags_of_servers_that_cannot_work(tmp_path, caplog):
         assert words in message
         assert "\n" not in message
         assert not record.exc_info
+    for words in ("@/dev/zero", "a:5-4", ","):
+        with pytest.raises(FlagError, match=r"^--server_addresses"):
+            server_addresses(argparse.Namespace(server_addresses=words))
     for name in ("tls_ca", "tls_server_name", "token_file", "join"):
         with pytest.raises(SystemExit):  # not as if it had been left out
             polybeast_env.main([f"--{name}="])

@@ -7,8 +7,6 @@ from torchbeast.base import parts
 from torchbeast.base.errors import FlagError, using
 from torchbeast.flags import Atari, Environment, Flags
 
-MOST_BYTES = 2**20  # of a file with addresses
-
 
 def environment_settings(flags: argparse.Namespace) -> dict[str, str]:
     """The flags that determine the environments, as text: {name: value}.
@@ -34,8 +32,8 @@ def server_addresses(flags: argparse.Namespace) -> list[str]:
         return [f"{flags.pipes_basename}.{i}" for i in range(flags.num_servers)]
     if given.startswith("@"):
         with using("--server_addresses"), open(given[1:], encoding="utf-8") as file:
-            given = file.read(MOST_BYTES)
-        if len(given) == MOST_BYTES:
+            given = file.read(2**20)
+        if len(given) == 2**20:
             raise FlagError("--server_addresses: the file has 1 MiB or more")
     addresses = []
     for word in given.replace(",", " ").split():

@@ -193,9 +193,7 @@ def in_rounds(run: Run, streams: Streams) -> None:
 
 
 def train(
-    start: Start,
-    check_servers: Callable[[], Any] = lambda: None,
-    **places: str | None,
+    start: Start, check_servers: Callable[[], Any] = lambda: None, **places: str | None
 ) -> int:
     """Trains until flags.total_steps or a stop signal. Returns the exit status.
 

@@ -61,7 +61,7 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
             address = server.address
         send(("ready", address, description))
         if flags.join:
-            run_client(flags, server, lambda text: send(("log", text)), here=True)
+            run_client(flags, server, lambda text: send(("log", text)))
             if server.stats()["finished"]:
                 send(("finished",))
         else:
@@ -106,14 +106,11 @@ def _watch(
     threading.Thread(target=wait, daemon=True).start()
 
 
-def run_client(
-    flags: Flags, client: Any, say: Callable[[str], None], here: bool = False
-) -> None:
-    """Steps environments for the learner until SIGTERM. Waits for it without a limit.
+def run_client(flags: Flags, client: Any, say: Callable[[str], None]) -> None:
+    """Steps environments for the learner until its run is complete, or SIGTERM.
 
-    `say` logs a message, in another thread. If `here`, this thread owns the
-    environments. Raises RefusedForGood if no connection can work, and ServerError if an
-    environment raised or the learner refused its step.
+    `say` logs a message, in another thread. Raises RefusedForGood if no connection can
+    work, and ServerError if an environment raised or the learner refused its step.
     """
     import libtorchbeast
 
@@ -136,7 +133,7 @@ def run_client(
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        client.run(here=here)
+        client.run(here=True)
     except RuntimeError as error:  # its text has the traceback of an environment
         of_stream = libtorchbeast.TransportError, libtorchbeast.WireError
         # After some steps, new environments may do better.

@@ -38,6 +38,7 @@ class Player:
     ) -> None:
         torch.set_num_threads(1)
         os.nice(5)  # the learner has priority
+        cluster.limit_steps(flags.actor_timeout)
         context = ray.get_runtime_context()
         self.replaces_a_dead_one = context.was_current_actor_reconstructed
         if self.replaces_a_dead_one:

@@ -4,6 +4,7 @@ Ray ends a process that calls it, at once and without an exception, if its conne
 the raylet breaks or the GCS is gone for long. So the learner calls no function of Ray.
 """
 
+import faulthandler
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ import ray
 from ray import exceptions
 
 from torchbeast.base.errors import UserError
+from torchbeast.envs.environment import Environment
 from torchbeast.flags import Flags
 from torchbeast.procs import children, processes
 
@@ -70,6 +72,23 @@ def connect(address: str | None) -> None:
         place = f"no Ray cluster at --ray_address {address}"
         what = place if address else "Ray can not be started"
         raise UserError(f"{what}: {error}") from error
+
+
+def limit_steps(seconds: float) -> None:
+    """In this process, a step that takes longer prints its stack and ends the process.
+
+    Also if it holds Python's lock. Ray then starts the process again.
+    """
+    step = Environment.step
+
+    def limited(env: Environment, actions: Any) -> Any:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        try:
+            return step(env, actions)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    Environment.step = limited  # type: ignore[assignment,method-assign]
 
 
 def start_actors(

@@ -38,6 +38,7 @@ class EnvServer:
 
     def __init__(self, flags: Flags, index: int, files: dict[str, bytes]) -> None:
         os.nice(5)  # the learner has priority
+        cluster.limit_steps(flags.actor_timeout)
         self.index = index
         # Files that only this process has, and that are on no disk.
         paths = {name: f"/proc/self/fd/{os.memfd_create(name)}" for name in files}
