@@ -28,10 +28,7 @@ class GridWorld(gym.Env):
     shape = (HEIGHT, WIDTH, 2)
     high = np.array([HEIGHT - 1, WIDTH - 1], np.float32)
     place = spaces.Dict(
-        {
-            "position": spaces.Box(np.zeros_like(high), high),
-            "moved": spaces.Discrete(2),
-        }
+        {"position": spaces.Box(np.zeros_like(high), high), "moved": spaces.Discrete(2)}
     )
     observation_space = spaces.Dict(
         {"map": spaces.Box(0, 255, shape, np.uint8), "self": place}

@@ -106,7 +106,7 @@ def make_rows(observation_space, action_space, seed=1, rows=T, done=()):
         "reward": torch.from_numpy(rng.normal(size=(rows, B))).float(),
         "done": begins,
         "last_action": distribution.sample(
-            torch.from_numpy(rng.normal(size=(rows, B, distribution.num_logits))),
+            torch.from_numpy(rng.normal(size=(rows, B, distribution.num_logits)))
         ).to(distribution.action_dtype),
     }
 

@@ -369,8 +369,7 @@ def test_shared_memory_is_too_small(start):
         buffers = start(num_buffers=10**9)
     buffers.wait_for_end(1, 2 * END_SECONDS)
     buffers.assert_error(
-        *("SharedMemoryError", "Buffers need ", "/dev/shm has "),
-        "--num_buffers",
+        *("SharedMemoryError", "Buffers need ", "/dev/shm has "), "--num_buffers"
     )
     assert not buffers.path.exists()
 

@@ -245,9 +245,7 @@ def test_an_action_that_the_learner_masks_has_no_weight(normalize):
         logits[1, 1, batch["action"][1, 1]] = logit
         logits.requires_grad_()
         loss, stats = loss_of(
-            batch,
-            {**outputs, "policy_logits": logits},
-            normalize_advantages=normalize,
+            batch, {**outputs, "policy_logits": logits}, normalize_advantages=normalize
         )
         loss.backward()
         grads.append(logits.grad)

@@ -4,21 +4,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from nets import (
-    ACTION_SPACES,
-    A,
-    B,
-    T,
-    assert_same,
-    make_net,
-    make_rows,
-)
+from nets import ACTION_SPACES, A, B, T, assert_same, make_net, make_rows
 
-from torchbeast.core.observations import (
-    flatten_leaf,
-    image_size,
-    is_image,
-)
+from torchbeast.core.observations import flatten_leaf, image_size, is_image
 from torchbeast.encoders import ImageEncoder
 
 # --- Images ---

@@ -152,9 +152,7 @@ def test_fields_of_the_observation_at_the_end_of_a_truncated_episode(monkeypatch
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        *("bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64"),
-    ],
+    [*("bool", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64")],
 )
 def test_observations_of_every_dtype_go_through_buffers(dtype):
     """The path of an observation: NumPy, a slot's row, a batch, float32."""

@@ -8,13 +8,7 @@ import servers
 import torch
 from servers import CodedVector, Run, ServerProcess
 
-from libtorchbeast import (
-    ActorPool,
-    AsyncError,
-    BatchingQueue,
-    DynamicBatcher,
-    Security,
-)
+from libtorchbeast import ActorPool, AsyncError, BatchingQueue, DynamicBatcher, Security
 
 T, E, A = 5, CodedVector.num_envs, servers.NUM_ACTIONS
 INITIAL = 5.0

@@ -14,10 +14,7 @@ import pytest
 import servers
 import watched_runs
 
-from libtorchbeast import (
-    Client,
-    Security,
-)
+from libtorchbeast import Client, Security
 
 SECONDS = 60.0
 MIB = 1 << 20

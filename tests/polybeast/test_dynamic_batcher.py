@@ -61,14 +61,7 @@ def test_everybody_gets_the_own_part(threads):
     assert sum(sizes) == sum(widths)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        entry(0, 4),
-        (entry(0, 3), {"x": entry(0, 2)}),
-        (),
-    ],
-)
+@pytest.mark.parametrize("wrong", [entry(0, 4), (entry(0, 3), {"x": entry(0, 2)}), ()])
 def test_wrong_outputs_can_be_corrected(threads, wrong):
     batcher = DynamicBatcher(minimum_batch_size=3)
     future = threads.submit(batcher.compute, entry(1, 3))

@@ -318,10 +318,7 @@ def test_joiners_that_are_refused_say_why_and_end(join, tls, tmp_path):
             {"env": "PongNoFrameskip-v4", "preset": "sticky-atari"},
             ["--env PongNoFrameskip-v4 (this learner: CartPole-v1)"],
         ),
-        (
-            {"token_file": tmp_path / "wrong"},
-            ["token is missing or wrong"],
-        ),
+        ({"token_file": tmp_path / "wrong"}, ["token is missing or wrong"]),
         (tls.ca("foreign"), ["This side trusts --tls_ca", "foreign.pem"]),
         ({"envs_per_actor": 2}, ["--envs_per_actor 2 (this learner: 3)"]),
     ]

@@ -289,10 +289,7 @@ def test_whatever_an_environment_raises_reaches_the_learner(error, address):
             raise error("\udcff\0 enough")  # no UTF-8, and C's end of a text
 
     text = rf"(?s)Traceback.*{error.__name__}: \\udcff\\0 enough"
-    with (
-        serving(Raises, address),
-        pytest.raises(RuntimeError, match=text),
-    ):
+    with serving(Raises, address), pytest.raises(RuntimeError, match=text):
         play(address, zero)
 
 

@@ -19,10 +19,7 @@ import servers
 from servers import CodedVector, Run
 from test_actor_pool import act, check, initial_state
 
-from libtorchbeast import (
-    Listener,
-    TransportError,
-)
+from libtorchbeast import Listener, TransportError
 
 CLIENT = """
 import itertools, json, sys
@@ -111,10 +108,7 @@ def test_environments_join(address):
 
 
 def test_a_killed_client_is_missed(address):
-    with (
-        listening(address) as listener,
-        ClientProcess("Dying", address) as client,
-    ):
+    with listening(address) as listener, ClientProcess("Dying", address) as client:
         listener.probe(60)
         with joined(listener, maximum_downtime_s=1) as run:
             error = run.error()

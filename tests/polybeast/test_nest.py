@@ -80,14 +80,7 @@ def test_flatten_pack_as_front():
 
 @pytest.mark.parametrize(
     "leaf",
-    [
-        7,
-        None,
-        "text",
-        {1, 2},
-        collections.deque([1]),
-        types.MappingProxyType({"a": 1}),
-    ],
+    [7, None, "text", {1, 2}, collections.deque([1]), types.MappingProxyType({"a": 1})],
 )
 def test_all_else_is_a_leaf(leaf):
     assert nest.flatten(leaf) == [leaf]

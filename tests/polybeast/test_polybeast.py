@@ -149,11 +149,7 @@ def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch
 
 def test_a_killed_server_comes_back(tmp_path, small):
     """The programs that its environments have started end."""
-    small |= {
-        "total_steps": 10**9,
-        "unroll_length": 50,
-        "env": "faulty:WithProgram",
-    }
+    small |= {"total_steps": 10**9, "unroll_length": 50, "env": "faulty:WithProgram"}
     process = runs.start(tmp_path, "a", **small)
     runs.wait_for_rows(process, tmp_path, "a", 3)
     before = servers_of(process)

@@ -13,13 +13,7 @@ import runs
 import torch
 from certificates import Certificates
 from watched_runs import END_SECONDS, wait_until
-from watched_servers import (
-    E,
-    T,
-    assert_says,
-    assert_whole_updates,
-    rows_of,
-)
+from watched_servers import E, T, assert_says, assert_whole_updates, rows_of
 
 # --- Servers die ----------------------------------------------------------------------
 
@@ -120,10 +114,7 @@ def test_an_environment_raises(serve, learn, pipes, tmp_path):
     fault.unlink()
     step = int(rows_of(run)[-1]["step"])
     run = learn(
-        pipes_basename=pipes,
-        num_servers=1,
-        total_steps=step + 10 * 2 * E * T,
-        **env,
+        pipes_basename=pipes, num_servers=1, total_steps=step + 10 * 2 * E * T, **env
     )
     run.wait_for_end(0)
     assert f"Resuming at step {step}." in run.console
@@ -192,11 +183,7 @@ def test_learner_killed_and_resumed(serve, learn, pipes):
     step = torch.load(run.checkpoint, weights_only=True)["stats"]["step"]
     assert 0 < step <= int(rows_of(run)[-1]["step"])
 
-    run = learn(
-        pipes_basename=pipes,
-        num_servers=2,
-        total_steps=step + 20 * 2 * E * T,
-    )
+    run = learn(pipes_basename=pipes, num_servers=2, total_steps=step + 20 * 2 * E * T)
     run.wait_for_end(0)
     run.assert_no_error()
     assert f"Resuming at step {step}." in run.console

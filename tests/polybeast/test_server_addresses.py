@@ -5,13 +5,7 @@ import servers
 from certificates import Certificates
 from test_env_server import Env, T, serving
 
-from libtorchbeast import (
-    ActorPool,
-    BatchingQueue,
-    Security,
-    Server,
-    probe,
-)
+from libtorchbeast import ActorPool, BatchingQueue, Security, Server, probe
 
 
 @pytest.mark.parametrize(

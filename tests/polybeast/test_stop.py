@@ -182,10 +182,7 @@ def test_a_client_leaves_its_environment_behind_if_it_hangs(how, tmp_path):
 @pytest.mark.parametrize("end", ["no", "here"])
 def test_an_environment_stops_its_server(end, tmp_path):
     address = f"unix:{tmp_path}/socket"
-    with (
-        Process(address, end, "step", "stops") as process,
-        Run([address], play_first),
-    ):
+    with Process(address, end, "step", "stops") as process, Run([address], play_first):
         process.expect("hangs")
         began = time.monotonic()
         process.process.wait(timeout=60)

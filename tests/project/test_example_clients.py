@@ -18,13 +18,7 @@ import numpy as np
 import pytest
 import runs
 from gymnasium import spaces
-from scripted_learner import (
-    SECONDS,
-    Follower,
-    Learner,
-    follow,
-    receive_hello,
-)
+from scripted_learner import SECONDS, Follower, Learner, follow, receive_hello
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")

@@ -61,8 +61,7 @@ def test_what_changes_an_environment_is_part_of_its_protocol():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"difficulty_ramping": False, "use_minimal_action_set": True}],
+    "arguments", [{}, {"difficulty_ramping": False, "use_minimal_action_set": True}]
 )
 @pytest.mark.parametrize("version", ["v0", "v1"])
 @pytest.mark.parametrize("name", ["Asterix", "Breakout"])
