@@ -1,22 +1,11 @@
-"""PolyBeast's servers and learner, started apart: numbers, places, lost unrolls."""
+"""Flags of PolyBeast's servers that can not work."""
 
-import argparse
-import itertools
 import os
 
 import pytest
-import test_actor_pool
 from certificates import Certificates
-from servers import CodedVector, ServerProcess
-from servers import Run as PoolRun
-from watched_runs import wait_until
-from watched_servers import T
 
-from torchbeast.base.errors import FlagError
 from torchbeast.polybeast import env as polybeast_env
-from torchbeast.polybeast.env_connection import server_addresses
-
-# --- Numbers and places ---------------------------------------------------------------
 
 
 def bad_flags(tmp_path):
@@ -60,43 +49,6 @@ def test_flags_of_servers_that_cannot_work(tmp_path, caplog):
         assert words in message
         assert "\n" not in message
         assert not record.exc_info
-    for words in ("@/dev/zero", "a:5-4", ","):
-        with pytest.raises(FlagError, match=r"^--server_addresses"):
-            server_addresses(argparse.Namespace(server_addresses=words))
     for name in ("tls_ca", "tls_server_name", "token_file", "join"):
         with pytest.raises(SystemExit):  # not as if it had been left out
             polybeast_env.main([f"--{name}="])
-
-
-# --- No partial unroll ----------------------------------------------------------------
-
-
-def end_server(server, run, rollouts, followers):
-    """Kills the run and checks what was learned until then."""
-    server.kill()
-    server.stop()
-    while run.pool.stats()["num_connected"] or run.queue.size():
-        if run.queue.size():
-            test_actor_pool.check([next(rollouts)], followers)
-
-
-def test_a_server_killed_at_any_moment(tmp_path):
-    address = f"unix:{tmp_path}/socket"
-    with PoolRun(
-        [address] * 2,
-        test_actor_pool.act,
-        test_actor_pool.initial_state(),
-        batch=CodedVector.num_envs,
-    ) as run:
-        rollouts = iter(run.queue)
-        for kills in range(5):
-            server = ServerProcess("CodedVector", address)
-            followers = {}  # a new process numbers its environments anew
-            wait_until(lambda: run.pool.stats()["num_connected"] == 2, "both are back")
-            test_actor_pool.check(itertools.islice(rollouts, 10 + kills), followers)
-            end_server(server, run, rollouts, followers)
-    stats = run.pool.stats()
-    assert stats["num_reconnects"] == 2 * 4
-    # Each step is one of a whole rollout or was dropped, if all streams were lost.
-    learned = stats["num_rollouts"] * T * CodedVector.num_envs
-    assert stats["num_steps"] == learned + stats["num_dropped_steps"]

@@ -244,9 +244,6 @@ def test_addresses(tmp_path):
 
     flags.bind = "10.0.0.1:5000"
     assert polybeast_env.addresses(flags) == [f"10.0.0.1:{5000 + i}" for i in range(3)]
-    flags.bind = "host:65534"
-    with pytest.raises(FlagError, match="HOST:PORT"):
-        polybeast_env.addresses(flags)
 
     (tmp_path / "addresses").write_text("a:1\nb:2\n")
     for given in ("a:1,b:2", f"@{tmp_path}/addresses"):
@@ -254,6 +251,6 @@ def test_addresses(tmp_path):
         assert server_addresses(flags) == ["a:1", "b:2"]
     flags.server_addresses = "a:1,[::1]:8-10"
     assert server_addresses(flags) == [*("a:1", "[::1]:8", "[::1]:9", "[::1]:10")]
-    flags.server_addresses = "a:9-8"
-    with pytest.raises(FlagError, match="a:9-8"):
-        server_addresses(flags)
+    for flags.server_addresses in ("a:9-8", "@/dev/zero", ","):
+        with pytest.raises(FlagError, match=r"^--server_addresses"):
+            server_addresses(flags)
