@@ -55,9 +55,6 @@ def choose_side(flags: Flags) -> None:
     sides = {"listen", "server_addresses"}
     if flags.listen and flags.server_addresses:
         if len(flags.typed & sides) != 1:
-            raise FlagError(
-                "--listen waits for environments, --server_addresses connects to them: "
-                "give one"
-            )
+            raise FlagError("give one of --listen and --server_addresses, not both")
         (saved,) = sides - flags.typed
         setattr(flags, saved, None)

@@ -237,13 +237,9 @@ def train(
 def make_parser() -> FlagParser:
     # It starts no environments, so it has no launcher.
     others = [x for x in parts.groups() if "launcher" not in x.declared()]
-    return FlagParser(
-        "PolyBeast's learner.",
-        (*declared_flags.TRAINING, PolyBeast, Connection, *others),
-        CHOICES,
-        num_actors=None,
-        envs_per_actor=None,  # the environments' value
-    )
+    groups = *declared_flags.TRAINING, PolyBeast, Connection, *others
+    of_servers = {"num_actors": None, "envs_per_actor": None}
+    return FlagParser("PolyBeast's learner.", groups, CHOICES, **of_servers)
 
 
 def resolve_layout(flags: Flags, learners: int = 1) -> Flags:

@@ -165,14 +165,10 @@ class RemoteEnvs:
                 log.info("%d streams share %d servers.", n, len(servers))
             return
         try:
-            self.listener = libtorchbeast.Listener(
-                flags.listen,
-                max_streams=flags.num_actors,
-                expected=self.expected,
-                seed=seed,
-                hello_timeout_s=flags.actor_timeout,
-                security=self.security,
-            )
+            limits: Any = {"max_streams": flags.num_actors}
+            limits["hello_timeout_s"] = flags.actor_timeout
+            words = {"expected": self.expected, "security": self.security, "seed": seed}
+            self.listener = libtorchbeast.Listener(flags.listen, **limits, **words)
             self.listener.start()
         except (ValueError, RuntimeError) as error:
             raise security.ServerError(f"--listen: {error}") from error

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
 
@@ -32,6 +32,7 @@ from torchbeast.procs import children, processes
 log = logging.getLogger("torchbeast.polybeast_env")
 
 WATCH_SECONDS = 0.5  # between two checks of a client
+tried: list[Environment] = []  # by this process
 
 
 def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -> None:
@@ -48,11 +49,10 @@ def serve(flags: Flags, index: int, address: str, pipe: connection.Connection) -
 
     try:
         make_private_folder(address)  # it may have been removed
-        tried: list[Environment] = []
-        server = make_server(flags, index, address, tried)
+        server = make_server(flags, index, address)
         _watch(flags, server, pipe, send)
         # Before the server listens, so that no learner gets a faulty environment.
-        description = try_environment(flags, index * flags.envs_per_actor, tried)
+        description = try_environment(flags, index * flags.envs_per_actor)
         # Until now SIGTERM ended this process at once, even if an environment hangs.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         if not flags.join:
@@ -146,14 +146,12 @@ def run_client(flags: Flags, client: Any, say: Callable[[str], None]) -> None:
         raise supervisor.RefusedForGood(f"can't join: {faults[0]}")
 
 
-def make_server(
-    flags: Flags, index: int, address: str, tried: Sequence[Environment] = ()
-) -> Any:
+def make_server(flags: Flags, index: int, address: str) -> Any:
     """A libtorchbeast.Server, or with --join a Client, which has one stream.
 
     Stream n of the learner gets new environments with the numbers n * E to
-    (n + 1) * E - 1, like actor n of MonoBeast. Their spaces must be those of `tried`.
-    Raises ServerError.
+    (n + 1) * E - 1, like actor n of MonoBeast. Their spaces must be those of
+    try_environment(). Raises ServerError.
     """
     from libtorchbeast_gym import UnusableError
 
@@ -185,13 +183,10 @@ def make_server(
         return libtorchbeast.Client(StreamEnvironment, address, **options)
 
 
-def try_environment(
-    flags: Flags, index: int = 0, tried: list[Environment] | None = None
-) -> str:
+def try_environment(flags: Flags, index: int = 0) -> str:
     """Makes, resets and steps environment `index`. Returns a text for the log."""
     with contextlib.closing(example_environment(flags, index)) as env:
-        if tried is not None:
-            tried.append(env)
+        tried.append(env)
         env.set_seed(secrets.randbits(31), 0)
         row = env.initial()
         if not mask_space(env.observation_space):  # of action 0

@@ -28,14 +28,10 @@ NUM_SERVERS = Connection.declared()["num_servers"].default
 
 
 def make_parser() -> FlagParser:
-    return FlagParser(
-        "PolyBeast: IMPALA with environments in server processes.",
-        (*declared_flags.TRAINING, PolyBeast, Connection, Servers, *parts.groups()),
-        CHOICES,
-        num_actors=None,
-        num_servers=None,
-        pipes_basename=None,  # a new name for each run
-    )
+    of_both = *declared_flags.TRAINING, PolyBeast, Connection, Servers
+    text = "PolyBeast: IMPALA with environments in server processes."
+    found = dict.fromkeys(("num_actors", "num_servers", "pipes_basename"))
+    return FlagParser(text, (*of_both, *parts.groups()), CHOICES, **found)
 
 
 def resolve_layout(flags: Flags) -> Flags:

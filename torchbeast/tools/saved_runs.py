@@ -148,9 +148,8 @@ def read_run(folder: pathlib.Path, wanted: Collection[str] | None = None) -> Sav
         blocks = [np.empty((0, len(kept)))]
         while block := list(itertools.islice(lines, 10_000)):
             blocks.append(_numbers(block, len(header), kept))
-        columns = dict(
-            zip([header[i] for i in kept], np.concatenate(blocks).T, strict=True)
-        )
+        names, cells = [header[i] for i in kept], np.concatenate(blocks).T
+        columns = dict(zip(names, cells, strict=True))
     test = folder / "test.json"
     with using(test, "is damaged"):
         result = json.loads(test.read_text("utf-8")) if test.exists() else {}

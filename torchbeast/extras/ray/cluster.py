@@ -75,13 +75,11 @@ def connect(address: str | None) -> None:
 
 
 def limit_steps(seconds: float) -> None:
-    """In this process, a step that takes longer prints its stack and ends the process.
-
-    Also if it holds Python's lock. Ray then starts the process again.
-    """
+    """Makes this process print its stack and end if a step of it takes longer."""
     step = Environment.step
 
     def limited(env: Environment, actions: Any) -> Any:
+        # Also if the step holds Python's lock. Ray then starts the process again.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         try:
             return step(env, actions)
