@@ -50,8 +50,7 @@ void PoolStreams::keep_limits() {
                                   "has not answered within the step timeout");
       }
     }
-    if (is_dialling) dialled_connections().add_dialled();
-    dialled_connections().drop_strangers(kNever, 2 * kMaxHelloBytes);
+    if (is_dialling) bound_dialled(2 * kMaxHelloBytes);
     if (slots) slots->expire(options.maximum_downtime, was_away);
     MutexLock lock(mutex);
     if (closing) return;
@@ -262,6 +261,7 @@ wire::EnvHello ActorPool::probe(const std::string& address, const Security& secu
     const auto deadline = time_after(timeout);
     while (hello.wait_for(kInterruptPeriod) != std::future_status::ready) {
       if (interrupt) interrupt();
+      bound_dialled(2 * kMaxHelloBytes);
       if (Clock::now() >= deadline) connection.cancel("has not answered in time");
     }
   } catch (...) {

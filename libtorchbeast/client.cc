@@ -260,6 +260,7 @@ void EnvClient::State::wait(const Interrupt& interrupt) {
   MutexLock lock(mutex);
   while (!done && Clock::now() < give_up_at) {
     if (connection != nullptr && connection->is_shaking_hands()) {
+      bound_dialled(2 * kMaxHelloBytes);
       connection->cancel_if_slow(options.hello_timeout, "has not answered in time");
     }
     changed.wait_until(mutex, give_up_at, interrupt);

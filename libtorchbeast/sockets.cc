@@ -421,6 +421,11 @@ PeerConnections& dialled_connections() {
   return *connections;
 }
 
+void bound_dialled(uint64_t most_bytes) {
+  dialled_connections().add_dialled();
+  dialled_connections().drop_strangers(kNever, most_bytes);
+}
+
 // --- Dialling
 
 int dial_unix(const Address& address, bool anybody) {

@@ -121,6 +121,9 @@ class PeerConnections {
 
 // Those that this process has dialled.
 PeerConnections& dialled_connections();
+// To be called now and then while a server is dialled, which is cut if it sends more
+// than this before its hello.
+void bound_dialled(uint64_t most_bytes);
 
 // A connection to a unix socket. What is said there must not reach other users: the
 // other side must be a process of this user or of root, if not `anybody`. Throws
