@@ -108,7 +108,9 @@ Array Array::row(int64_t i) const {
 }
 
 Array Array::at(int64_t i) const {
-  return Array({dtype(), shape().tail()}, row(i).data_, owner_);
+  Array one = row(i);
+  one.spec_.shape = shape().tail();
+  return one;
 }
 
 Array Array::with_leading_one() const {

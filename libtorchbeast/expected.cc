@@ -89,9 +89,10 @@ bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello) {
          common_part(hello, with_name).SerializeAsString();
 }
 
-std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello) {
+void refuse_other(const wire::EnvHello& first, const std::string& first_peer,
+                  const wire::EnvHello& hello, const std::string& peer) {
   const bool with_name = have_names(first, hello);
-  // About two large hellos there may be gigabytes to say: what does not fit is left
+  // About two large hellos there may be megabytes to say: what does not fit is left
   // out.
   std::string text(2000, '\0');
   google::protobuf::io::ArrayOutputStream out(text.data(),
@@ -107,13 +108,9 @@ std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello
   text = first_bytes(text, size);
   if (is_whole && size > 0) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
-  return is_whole ? text : text + " [...]";
-}
-
-void refuse_other(const std::string& first_peer, const std::string& peer,
-                  const std::string& text) {
   throw RefusedError(peer + " differs from " + first_peer +
-                     ", and the environments of one run must not: " + text);
+                     ", and the environments of one run must not: " + text +
+                     (is_whole ? "" : " [...]"));
 }
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
@@ -121,7 +118,7 @@ void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   const auto own = std::make_shared<const First>(First{hello, peer});
   const auto first = first_or(own);
   if (!are_alike(first->hello, hello)) {
-    refuse_other(first->peer, peer, differences(first->hello, hello));
+    refuse_other(first->hello, first->peer, hello, peer);
   }
   if (!first->hello.environment().empty()) return;
   // They are alike but for the name, which the first had left out.

@@ -29,11 +29,11 @@ struct ExpectedEnvironment {
 // Whether they are of one kind: equal but for what is the environment's own. The name
 // may be left out.
 bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello);
-// What is different in `hello`, which is not alike. Takes long if much is.
-std::string differences(const wire::EnvHello& first, const wire::EnvHello& hello);
-// Throws RefusedError with this text.
-[[noreturn]] void refuse_other(const std::string& first_peer, const std::string& peer,
-                               const std::string& text);
+// Throws RefusedError, which says how `hello` differs from the first. Takes long if
+// much does.
+[[noreturn]] void refuse_other(const wire::EnvHello& first,
+                               const std::string& first_peer,
+                               const wire::EnvHello& hello, const std::string& peer);
 
 // All environments of a run are as expected, and alike: they have the spaces and fields
 // of the first. Thread-safe.

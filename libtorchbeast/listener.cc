@@ -148,7 +148,7 @@ End Listener::State::serve(ServedConnection& connection) {
     }
   }
   // A text about a large hello takes long, and no lock is held.
-  if (other) refuse_other(other_peer, connection.peer(), differences(*other, hello));
+  if (other) refuse_other(*other, other_peer, hello, connection.peer());
   const Hosted host = std::move(hosted);  // leaves it before the removal
   return host->serve(connection, hello);
 }
