@@ -25,7 +25,6 @@ QUICK = {
 HAS_PROC = pathlib.Path("/proc/self/stat").exists()
 NEED_PROC = {  # they look at the processes of a run
     "test_faults.py",
-    "test_peer_numbers.py",
     "test_peers.py",
     "test_polybeast_faults.py",
     "test_shared_memory.py",

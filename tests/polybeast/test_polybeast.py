@@ -43,17 +43,6 @@ def resolve(*argv):
     return polybeast.resolve_layout(flagset.resolve(flags))
 
 
-def servers_of(process):
-    """The server processes of a run, oldest first, without their supervisor."""
-    found = [
-        p
-        for p in processes_of_session(process.pid)
-        if "spawn_main" in p.command and "resource_tracker" not in p.command
-    ]
-    supervisors = {p.parent for p in found}
-    return [p for p in found if p.pid not in supervisors]
-
-
 def assert_nothing_left(process, tmp_path):
     wait_until(lambda: not processes_of_session(process.pid), "all processes ended")
     assert not list(tmp_path.glob("pipe*"))
@@ -145,40 +134,6 @@ def test_servers_end_with_a_learner_that_was_killed(tmp_path, small, monkeypatch
 
 
 # --- Faults ---------------------------------------------------------------------------
-
-
-def test_a_killed_server_comes_back(tmp_path, small):
-    """The programs that its environments have started end."""
-    small |= {"total_steps": 10**9, "unroll_length": 50, "env": "faulty:WithProgram"}
-    process = runs.start(tmp_path, "a", **small)
-    runs.wait_for_rows(process, tmp_path, "a", 3)
-    before = servers_of(process)
-    programs = [
-        p.pid
-        for p in processes_of_session(process.pid)
-        if p.parent == before[0].pid and "sleep" in p.command
-    ]
-    assert programs
-    os.kill(before[0].pid, signal.SIGKILL)
-    wait_until(
-        lambda: len({p.pid for p in servers_of(process)} - {p.pid for p in before}),
-        "another server",
-    )
-    wait_until(
-        lambda: runs.read_logs(tmp_path, "a")[-1].get("reconnects") == "1",
-        "its stream came back",
-    )
-    alive = {p.pid for p in processes_of_session(process.pid)}
-    assert not alive.intersection(programs)
-    rows = runs.read_logs(tmp_path, "a")
-    assert int(rows[-1]["dropped_steps"]) <= 3 * 50, "of one rollout at most"
-    runs.wait_for_rows(process, tmp_path, "a", len(rows) + 10)
-    process.send_signal(signal.SIGINT)
-    output = runs.finish(process)
-    assert process.returncode == 130, output
-    assert " died by signal SIGKILL" in output
-    assert "Reconnects 1," in output
-    assert_nothing_left(process, tmp_path)
 
 
 @pytest.mark.parametrize(

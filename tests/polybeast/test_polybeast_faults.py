@@ -12,25 +12,33 @@ import time
 import runs
 import torch
 from certificates import Certificates
-from watched_runs import END_SECONDS, wait_until
+from watched_runs import END_SECONDS, processes_of_session, wait_until
 from watched_servers import E, T, assert_says, assert_whole_updates, rows_of
 
 # --- Servers die ----------------------------------------------------------------------
 
 
 def test_servers_killed_in_turn(serve, learn, pipes):
-    servers = serve(pipes_basename=pipes, num_servers=2)
+    """The programs that their environments have started end."""
+    flags = {"pipes_basename": pipes, "num_servers": 2, "env": "faulty:WithProgram"}
+    servers = serve(**flags)
     servers.addresses(2)
-    run = learn(pipes_basename=pipes, num_servers=2, num_actors=4)
+    run = learn(**flags, num_actors=4)
     run.wait_for_updates(2)
+    programs = set()
     for kills in (1, 2):
         (victim, *_) = servers.children()  # the one that has lived longest
+        there = processes_of_session(servers.pid)
+        own = {p.pid for p in there if p.parent == victim and "sleep" in p.command}
+        assert len(own) >= 2 * E, "of two streams"
+        programs |= own
         os.kill(victim, signal.SIGKILL)
         run.wait_for(
             lambda kills=kills: int(rows_of(run)[-1]["reconnects"]) == 2 * kills,
             "both streams of the server came back",
         )
         run.wait_for_updates(5)
+    assert not programs & {p.pid for p in processes_of_session(servers.pid)}
     run.end()
     run.assert_no_error()
     rows = assert_whole_updates(run)
