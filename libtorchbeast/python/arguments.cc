@@ -10,46 +10,20 @@
 namespace torchbeast::python {
 namespace {
 
-using namespace py::literals;
-
-// `value` is what was given, in some unit.
-Milliseconds duration(double milliseconds, double value, const std::string& name) {
-  if (!(value >= 0)) {  // also if it is NaN
-    throw std::invalid_argument(
-        name + "=" + std::string(py::str(py::float_(value))) +
-        ": a duration must be at least 0; inf stands for no limit");
-  }
-  const auto longest = static_cast<double>(kNever.count());
-  return Milliseconds(static_cast<int64_t>(std::ceil(std::min(milliseconds, longest))));
-}
-
-template <typename T>
-T argument(py::handle value, const std::string& name, const char* wanted) {
-  try {
-    return py::cast<T>(value);
-  } catch (const py::cast_error&) {  // only the type: the value may be a secret
-    throw py::type_error(name + " must be " + wanted + ", not " +
-                         Py_TYPE(value.ptr())->tp_name);
-  }
-}
-
 Security to_security(const py::kwargs& given) {
-  const py::object read = python_half("security").attr("read")(**given);
+  const py::object read = call_half("arguments", "read_security", given);
   Security security;
-  std::tie(security.tls, security.insecure, security.ca, security.cert, security.key,
-           security.server_name, security.token) =
-      py::cast<std::tuple<bool, bool, std::string, std::string, std::string,
-                          std::string, std::string>>(read);
+  std::tie(security.tls, security.ca, security.cert, security.key, security.server_name,
+           security.token, security.insecure) =
+      py::cast<std::tuple<bool, std::string, std::string, std::string, std::string,
+                          std::string, bool>>(read);
   return security;
 }
 
 py::str show(const Security& security) {
-  return python_half("security")
-      .attr("show")(
-          "tls"_a = security.tls, "tls_ca"_a = !security.ca.empty(),
-          "tls_cert"_a = !security.cert.empty(), "tls_key"_a = !security.key.empty(),
-          "tls_server_name"_a = security.server_name,
-          "token"_a = !security.token.empty(), "insecure"_a = security.insecure);
+  return call_half("arguments", "show_security", security.tls, !security.ca.empty(),
+                   !security.cert.empty(), !security.key.empty(), security.server_name,
+                   !security.token.empty(), security.insecure);
 }
 
 }  // namespace
@@ -71,12 +45,18 @@ const char* doc(const char* name) {
   return utf8;
 }
 
-Milliseconds to_milliseconds(double milliseconds, const std::string& name) {
-  return duration(milliseconds, milliseconds, name);
+Milliseconds to_milliseconds(double value, const std::string& name, double unit) {
+  if (!(value >= 0)) {  // also if it is NaN
+    throw std::invalid_argument(
+        name + "=" + std::string(py::str(py::float_(value))) +
+        ": a duration must be at least 0; inf stands for no limit");
+  }
+  const auto longest = static_cast<double>(kNever.count());
+  return Milliseconds(static_cast<int64_t>(std::ceil(std::min(value * unit, longest))));
 }
 
 Milliseconds to_seconds(double seconds, const std::string& name) {
-  return duration(seconds * 1000, seconds, name);
+  return to_milliseconds(seconds, name, 1000);
 }
 
 Milliseconds to_positive_seconds(double seconds, const std::string& name) {
@@ -95,21 +75,9 @@ size_t to_size(int64_t value, const std::string& name, int64_t least) {
 ExpectedEnvironment to_expected(const py::object& given) {
   ExpectedEnvironment expected;
   if (given.is_none()) return expected;
-  for (const auto& [key, value] : argument<py::dict>(given, "expected", "a dict")) {
-    const auto name = argument<std::string>(key, "a key of expected", "a str");
-    const std::string what = "expected['" + name + "']";
-    if (name == "name") {
-      expected.name = argument<std::string>(value, what, "a str");
-    } else if (name == "num_envs") {
-      expected.num_envs = argument<int64_t>(value, what, "an int");
-    } else if (name == "settings") {
-      using Settings = decltype(expected.settings);
-      expected.settings = argument<Settings>(value, what, "a dict of str to str");
-    } else {
-      throw std::invalid_argument(
-          "expected may have name, num_envs and settings, but has " + name);
-    }
-  }
+  const py::object read = call_half("arguments", "read_expected", given);
+  std::tie(expected.name, expected.num_envs, expected.settings) =
+      py::cast<std::tuple<std::string, int64_t, decltype(expected.settings)>>(read);
   return expected;
 }
 

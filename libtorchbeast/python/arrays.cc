@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "nest/pybind.h"
 
 namespace torchbeast::python {
@@ -49,20 +50,12 @@ py::array from_tensor(py::handle tensor, const nest::Place& place,
       py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), numpy));
   if (!array) {
     const py::error_already_set error;
-    const std::string at = "at " + place.str() + ": ";
     if (may_detach && py::cast<bool>(tensor.attr("requires_grad"))) {
       return from_tensor(tensor.attr("detach")(), place, false);
     }
-    const std::string device = py::str(tensor.attr("device"));
-    if (device != "cpu") {
-      throw std::invalid_argument(at + "a tensor on the device " + device +
-                                  ", only those on the CPU can be shared; call .cpu()");
-    }
-    throw std::invalid_argument(
-        at + "a tensor of " + std::string(py::str(tensor.attr("dtype"))) +
-        " that cannot be shared (" + std::string(py::str(error.value())) +
-        "); allowed are dense tensors of " + kDTypes +
-        ". Convert it, for example by .float()");
+    const py::str why = call_half("arguments", "explain_tensor", tensor, error.value());
+    throw std::invalid_argument("at " + place.str() + ": " + std::string(why) +
+                                kDTypes);
   }
   if (!py::isinstance<py::array>(array)) {
     throw py::type_error("at " + place.str() + ": numpy() of a " +
@@ -91,7 +84,7 @@ Array from_array(py::array array, const nest::Place& place) {
   }
   Shape shape;
   try {
-    shape = shape_of(array);
+    for (py::ssize_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument("at " + place.str() + ": " + error.what());
   }
@@ -171,12 +164,6 @@ std::optional<DType> from_numpy(const py::array& array) {
   return std::nullopt;
 }
 
-Shape shape_of(const py::array& array) {
-  Shape shape;
-  for (py::ssize_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
-  return shape;
-}
-
 py::array to_numpy(const Array& array) {
   auto owner = std::make_unique<std::shared_ptr<void>>(array.owner());
   const py::capsule base(owner.get(), [](void* p) {
@@ -208,22 +195,11 @@ MemoryPool::Allocator allocator_from_python(std::shared_ptr<Callback> function) 
         PyObject_IsInstance(memory.ptr(), torch->tensor_type) == 1) {
       memory = from_tensor(memory, nest::Place());
     }
-    auto view =
-        py::reinterpret_steal<py::object>(PyMemoryView_FromObject(memory.ptr()));
-    if (!view) throw py::error_already_set();
+    py::object view = call_half("arguments", "to_memoryview", memory, num_bytes);
     const Py_buffer& buffer = *PyMemoryView_GET_BUFFER(view.ptr());
-    const std::string where = "the allocator's memory ";
-    if (buffer.readonly != 0) throw py::value_error(where + "is read-only");
-    if (PyBuffer_IsContiguous(&buffer, 'C') == 0) {
-      throw py::value_error(where + "is not C-contiguous");
-    }
-    if (static_cast<size_t>(buffer.len) < num_bytes) {
-      throw py::value_error(where + "has " + std::to_string(buffer.len) + " bytes, " +
-                            std::to_string(num_bytes) + " are needed");
-    }
     auto* const data = static_cast<uint8_t*>(buffer.buf);
     if (reinterpret_cast<uintptr_t>(data) % alignof(double) != 0) {
-      throw py::value_error(where + "is not aligned to " +
+      throw py::value_error("the allocator's memory is not aligned to " +
                             std::to_string(alignof(double)) + " bytes");
     }
     return MemoryPool::Block{data, keep(std::move(view))};

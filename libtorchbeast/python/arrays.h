@@ -49,7 +49,6 @@ const py::dtype& to_numpy(DType dtype);
 bool has_dtype(const py::array& array, DType dtype);
 // Nothing for dtypes that the core has not, foreign byte orders included.
 std::optional<DType> from_numpy(const py::array& array);
-Shape shape_of(const py::array& array);  // std::invalid_argument: too many dimensions
 
 // A new NumPy array with this memory.
 py::array to_numpy(const Array& array);

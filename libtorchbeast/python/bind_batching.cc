@@ -71,11 +71,10 @@ void bind_queue(py::module_& m) {
   py::class_<BatchingQueue, std::shared_ptr<BatchingQueue>> queue(
       m, "BatchingQueue", collected<BatchingQueue>(), doc("BatchingQueue"));
   queue
-      .def(py::init(&make_queue<BatchingQueue>), py::arg("batch_dim") = 1,
-           py::arg("minimum_batch_size") = 1, py::arg("maximum_batch_size") = 1024,
-           py::arg("timeout_ms") = py::none(), py::arg("check_inputs") = true,
-           py::arg("maximum_queue_size") = py::none(),
-           py::arg("allocator") = py::none())
+      .def(py::init(&make_queue<BatchingQueue>), "batch_dim"_a = 1,
+           "minimum_batch_size"_a = 1, "maximum_batch_size"_a = 1024,
+           "timeout_ms"_a = py::none(), "check_inputs"_a = true,
+           "maximum_queue_size"_a = py::none(), "allocator"_a = py::none())
       .def(
           "enqueue",
           [](BatchingQueue& self, const py::object& nest) {
@@ -83,7 +82,7 @@ void bind_queue(py::module_& m) {
             WithoutGil no_gil;
             self.enqueue(std::move(item), check_signals());
           },
-          py::arg("nest"), doc("BatchingQueue.enqueue"))
+          "nest"_a, doc("BatchingQueue.enqueue"))
       .def("__next__", [](BatchingQueue& self) {
         const auto batch = without_gil([&] { return self.dequeue(check_signals()); });
         if (!batch) throw py::stop_iteration();
@@ -104,9 +103,9 @@ void bind_batch(py::module_& m) {
             WithoutGil no_gil;
             self.set_outputs(outputs);
           },
-          py::arg("outputs"), doc("Batch.set_outputs"))
-      .def("set_error", &Batch::set_error, py::arg("text"),
-           py::call_guard<WithoutGil>(), doc("Batch.set_error"))
+          "outputs"_a, doc("Batch.set_outputs"))
+      .def("set_error", &Batch::set_error, "text"_a, py::call_guard<WithoutGil>(),
+           doc("Batch.set_error"))
       .def("__len__", &Batch::size);
 }
 
@@ -121,9 +120,8 @@ void bind_batcher(py::module_& m) {
                                                maximum_batch_size, timeout_ms,
                                                check_outputs, std::nullopt, allocator);
            }),
-           py::arg("batch_dim") = 1, py::arg("minimum_batch_size") = 1,
-           py::arg("maximum_batch_size") = 1024, py::arg("timeout_ms") = 100,
-           py::arg("check_outputs") = true, py::arg("allocator") = py::none())
+           "batch_dim"_a = 1, "minimum_batch_size"_a = 1, "maximum_batch_size"_a = 1024,
+           "timeout_ms"_a = 100, "check_outputs"_a = true, "allocator"_a = py::none())
       .def(
           "compute",
           [](DynamicBatcher& self, const py::object& nest) {
@@ -131,7 +129,7 @@ void bind_batcher(py::module_& m) {
             return nest_to_python(without_gil(
                 [&] { return self.compute(std::move(inputs), check_signals()); }));
           },
-          py::arg("inputs"), doc("DynamicBatcher.compute"))
+          "inputs"_a, doc("DynamicBatcher.compute"))
       .def("__next__", [](DynamicBatcher& self) {
         auto batch = without_gil([&] { return self.next(check_signals()); });
         if (!batch) throw py::stop_iteration();

@@ -9,7 +9,6 @@
 #include "../client.h"
 #include "../server.h"
 #include "bindings.h"
-#include "python_environment.h"
 
 namespace torchbeast::python {
 namespace {
@@ -42,18 +41,18 @@ std::shared_ptr<T> make_env(const py::object& env_class, std::string name,
 // learner in the main thread, see libtorchbeast_ctrl_c.py.
 template <typename T, typename F>
 void run_stoppable(T& self, F&& f) {
-  const py::object stop = py::cast(&self).attr("stop");
-  const py::object end = python_half("ctrl_c").attr("stop_at_ctrl_c")(stop);
+  const py::object end =
+      call_half("ctrl_c", "stop_at_ctrl_c", py::cast(&self).attr("stop"));
   try {
     without_gil([&f] {
       f();
       check_signals()();
     });
   } catch (...) {
-    end();
+    call(end);
     throw;
   }
-  end();
+  call(end);
 }
 
 void bind_server(py::module_& m) {
@@ -62,16 +61,13 @@ void bind_server(py::module_& m) {
       .def(py::init([](py::object env_class, std::string server_address,
                        int max_streams, std::string name, const Settings& settings,
                        const Security& security) {
-             StreamServerOptions options;
-             options.address = std::move(server_address);
-             options.security = security;
-             options.max_streams = max_streams;
-             return make_env<EnvServer>(env_class, std::move(name), settings,
-                                        std::move(options));
+             return make_env<EnvServer>(
+                 env_class, std::move(name), settings,
+                 StreamServerOptions{std::move(server_address), security, max_streams});
            }),
-           py::arg("env_class"), py::arg("server_address") = "unix:/tmp/polybeast",
-           py::kw_only(), py::arg("max_streams") = 256, py::arg("name") = "",
-           py::arg("settings") = Settings(), py::arg("security") = Security())
+           "env_class"_a, "server_address"_a = "unix:/tmp/polybeast", py::kw_only(),
+           "max_streams"_a = 256, "name"_a = "", "settings"_a = Settings(),
+           "security"_a = Security())
       .def(
           "run",
           [](EnvServer& self) {
@@ -85,10 +81,9 @@ void bind_server(py::module_& m) {
             });
           },
           doc("Server.run"))
-      .def("start", &EnvServer::start, py::arg("here") = false,
-           py::call_guard<WithoutGil>(), doc("Server.start"))
-      .def("stop", &stop<EnvServer>, py::arg("timeout_s") = kStopSeconds,
-           doc("Server.stop"))
+      .def("start", &EnvServer::start, "here"_a = false, py::call_guard<WithoutGil>(),
+           doc("Server.start"))
+      .def("stop", &stop<EnvServer>, "timeout_s"_a = kStopSeconds, doc("Server.stop"))
       .def_property_readonly("address", &EnvServer::address, doc("Server.address"))
       .def(
           "stats",
@@ -118,9 +113,9 @@ void bind_client(py::module_& m) {
              return make_env<EnvClient>(env_class, std::move(name), settings,
                                         std::move(options));
            }),
-           py::arg("env_class"), py::arg("learner_address"), py::arg("name") = "",
-           py::kw_only(), py::arg("maximum_downtime_s") = 60.0,
-           py::arg("settings") = Settings(), py::arg("security") = Security())
+           "env_class"_a, "learner_address"_a, "name"_a = "", py::kw_only(),
+           "maximum_downtime_s"_a = 60.0, "settings"_a = Settings(),
+           "security"_a = Security())
       .def(
           "run",
           [](EnvClient& self, std::optional<int64_t> num_episodes, bool here) {
@@ -129,10 +124,8 @@ void bind_client(py::module_& m) {
             const auto run = here ? &EnvClient::run_here : &EnvClient::run;
             run_stoppable(self, [&] { (self.*run)(number, check_signals()); });
           },
-          py::arg("num_episodes") = py::none(), py::arg("here") = false,
-          doc("Client.run"))
-      .def("stop", &stop<EnvClient>, py::arg("timeout_s") = kStopSeconds,
-           doc("Client.stop"))
+          "num_episodes"_a = py::none(), "here"_a = false, doc("Client.run"))
+      .def("stop", &stop<EnvClient>, "timeout_s"_a = kStopSeconds, doc("Client.stop"))
       .def(
           "stats",
           [](const EnvClient& self) {

@@ -49,7 +49,7 @@ py::dict to_dict(const wire::EnvHello& hello) {
   const auto status =
       google::protobuf::util::MessageToJsonString(hello, &json, options);
   if (!status.ok()) throw std::runtime_error(status.ToString());
-  py::dict described = python_half("gym").attr("hello_from_json")(json);
+  py::dict described = call_half("gym", "hello_from_json", json);
   described["step_bytes"] = StreamSpec(hello).step_bytes;
   described["hello"] = py::bytes(hello.SerializeAsString());
   return described;
@@ -68,12 +68,6 @@ py::dict to_dict(const ActorPoolStats& stats) {
       "inference_wait_seconds"_a = stats.inference_wait_seconds,
       "queue_wait_seconds"_a = stats.queue_wait_seconds,
       "last_error"_a = to_text(stats.last_error));
-}
-
-py::dict to_dict(const ListenerStats& stats) {
-  return py::dict("num_streams"_a = stats.num_streams,
-                  "num_refused"_a = stats.num_refused,
-                  "last_refusal"_a = to_text(stats.last_refusal));
 }
 
 // As RunLimits.check() of libtorchbeast_limits.py takes them.
@@ -98,18 +92,12 @@ py::dict to_dict(const PoolFacts& facts) {
 std::function<void(const PoolFacts&)> make_check(double maximum_downtime_s,
                                                  int64_t max_env_failures) {
   const py::object limits =
-      python_half("limits").attr("RunLimits")(maximum_downtime_s, max_env_failures);
+      call_half("limits", "RunLimits", maximum_downtime_s, max_env_failures);
   return [check = keep(limits.attr("check"))](const PoolFacts& facts) {
     WithGil gil;
     check_signals()();
     call(static_cast<PyObject*>(check.get()), py::make_tuple(to_dict(facts)));
   };
-}
-
-// Half of the memory that this process may use.
-uint64_t default_rollout_bytes() {
-  const auto hardware = py::module_::import("torchbeast.base.hardware");
-  return hardware.attr("memory_limit")().cast<uint64_t>() / 2;
 }
 
 }  // namespace
@@ -131,16 +119,10 @@ void bind_pool(py::module_& m) {
              ActorPoolOptions options;
              options.unroll_length = unroll_length;
              options.named_rows = named_rows;
-             if (max_rollout_bytes) {
-               if (*max_rollout_bytes < 1) {
-                 throw std::invalid_argument(
-                     "max_rollout_bytes must be at least 1, got " +
-                     std::to_string(*max_rollout_bytes));
-               }
-               options.max_rollout_bytes = static_cast<uint64_t>(*max_rollout_bytes);
-             } else {
-               options.max_rollout_bytes = default_rollout_bytes();
-             }
+             options.max_rollout_bytes =
+                 max_rollout_bytes
+                     ? to_size(*max_rollout_bytes, "max_rollout_bytes", 1)
+                     : call_half("arguments", "default_rollout_bytes").cast<size_t>();
              options.addresses = std::move(env_server_addresses);
              options.listener = std::move(listener);
              options.security = security;
@@ -168,15 +150,14 @@ void bind_pool(py::module_& m) {
                  std::move(options), std::move(learner_queue),
                  std::move(inference_batcher), nest_from_python(initial_agent_state));
            }),
-           py::arg("unroll_length"), py::arg("learner_queue").none(false),
-           py::arg("inference_batcher").none(false), py::arg("env_server_addresses"),
-           py::arg("initial_agent_state"), py::kw_only(), py::arg("named_rows") = false,
-           py::arg("max_rollout_bytes") = py::none(), py::arg("step_timeout_s") = 60.0,
-           py::arg("maximum_downtime_s") = 60.0, py::arg("max_env_failures") = 10,
-           py::arg("hello") = py::none(), py::arg("is_provisional") = false,
-           py::arg("listener") = py::none(), py::arg("expected") = py::none(),
-           py::arg("seed") = py::none(), py::arg("first_stream") = 0,
-           py::arg("stream_stride") = 1, py::arg("security") = Security())
+           "unroll_length"_a, py::arg("learner_queue").none(false),
+           py::arg("inference_batcher").none(false), "env_server_addresses"_a,
+           "initial_agent_state"_a, py::kw_only(), "named_rows"_a = false,
+           "max_rollout_bytes"_a = py::none(), "step_timeout_s"_a = 60.0,
+           "maximum_downtime_s"_a = 60.0, "max_env_failures"_a = 10,
+           "hello"_a = py::none(), "is_provisional"_a = false,
+           "listener"_a = py::none(), "expected"_a = py::none(), "seed"_a = py::none(),
+           "first_stream"_a = 0, "stream_stride"_a = 1, "security"_a = Security())
       .def("run", &ActorPool::run, py::call_guard<WithoutGil>(), doc("ActorPool.run"))
       .def("close", &ActorPool::close, py::call_guard<WithoutGil>(),
            doc("ActorPool.close"))
@@ -198,8 +179,8 @@ void bind_pool(py::module_& m) {
           return ActorPool::probe(address, security, timeout, must_be, check_signals());
         }));
       },
-      py::arg("address"), py::arg("timeout_s") = 10.0, py::kw_only(),
-      py::arg("expected") = py::none(), py::arg("security") = Security(), doc("probe"));
+      "address"_a, "timeout_s"_a = 10.0, py::kw_only(), "expected"_a = py::none(),
+      "security"_a = Security(), doc("probe"));
 }
 
 void bind_listener(py::module_& m) {
@@ -218,9 +199,8 @@ void bind_listener(py::module_& m) {
              return make<Listener>(
                  {}, +[](Listener& listener) { listener.close(); }, std::move(options));
            }),
-           py::arg("address"), py::kw_only(), py::arg("max_streams") = 256,
-           py::arg("expected") = py::none(), py::arg("seed") = py::none(),
-           py::arg("hello_timeout_s") = 60.0, py::arg("security") = Security())
+           "address"_a, py::kw_only(), "max_streams"_a = 256, "expected"_a = py::none(),
+           "seed"_a = py::none(), "hello_timeout_s"_a = 60.0, "security"_a = Security())
       .def("start", &Listener::start, py::call_guard<WithoutGil>(),
            doc("Listener.start"))
       .def("close", &Listener::close, py::call_guard<WithoutGil>(),
@@ -234,12 +214,11 @@ void bind_listener(py::module_& m) {
             return to_dict(
                 without_gil([&] { return self.probe(timeout, check_signals()); }));
           },
-          py::arg("timeout_s") = 60.0, doc("Listener.probe"))
-      .def("refuse", with_hello<std::string>(&Listener::refuse), py::arg("hello"),
-           py::arg("reason"), doc("Listener.refuse"))
-      .def("settle", with_hello(&Listener::settle), py::arg("hello"),
-           doc("Listener.settle"))
-      .def("wants_other", with_hello(&Listener::wants_other), py::arg("hello"),
+          "timeout_s"_a = 60.0, doc("Listener.probe"))
+      .def("refuse", with_hello<std::string>(&Listener::refuse), "hello"_a, "reason"_a,
+           doc("Listener.refuse"))
+      .def("settle", with_hello(&Listener::settle), "hello"_a, doc("Listener.settle"))
+      .def("wants_other", with_hello(&Listener::wants_other), "hello"_a,
            doc("Listener.wants_other"))
       .def("pass_over", &Listener::pass_over, py::call_guard<WithoutGil>(),
            doc("Listener.pass_over"))
@@ -250,7 +229,10 @@ void bind_listener(py::module_& m) {
       .def(
           "stats",
           [](const Listener& self) {
-            return to_dict(without_gil([&] { return self.stats(); }));
+            const auto stats = without_gil([&] { return self.stats(); });
+            return py::dict("num_streams"_a = stats.num_streams,
+                            "num_refused"_a = stats.num_refused,
+                            "last_refusal"_a = to_text(stats.last_refusal));
           },
           doc("Listener.stats"));
 }

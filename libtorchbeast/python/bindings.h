@@ -9,6 +9,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "../environment.h"
 #include "../events.h"
 #include "../expected.h"
 #include "../sync.h"
@@ -36,6 +38,12 @@ void bind_environments(py::module_& m);
 
 // The module libtorchbeast_NAME.
 py::module_ python_half(const std::string& name);
+// As call(): a function of it.
+template <typename... Args>
+py::object call_half(const std::string& name, const char* function, Args&&... args) {
+  return call(python_half(name).attr(function),
+              py::make_tuple(std::forward<Args>(args)...));
+}
 // The docstring of this name, see libtorchbeast_docs.py, which keeps it.
 const char* doc(const char* name);
 
@@ -43,7 +51,7 @@ const char* doc(const char* name);
 // They throw std::invalid_argument, which names the argument.
 
 // Infinity becomes kNever.
-Milliseconds to_milliseconds(double milliseconds, const std::string& name);
+Milliseconds to_milliseconds(double value, const std::string& name, double unit = 1);
 Milliseconds to_seconds(double seconds, const std::string& name);
 Milliseconds to_positive_seconds(double seconds, const std::string& name);
 
@@ -61,6 +69,16 @@ py::str to_text(const std::string& text);
 // A tuple of the events, as ActorPool.events() describes, and the number of forgotten
 // ones.
 py::tuple to_tuple(const std::pair<std::vector<Event>, uint64_t>& taken);
+
+// --- Environments written in Python --------------------------------------------------
+
+using Settings = std::map<std::string, std::string>;
+
+// A factory that calls env_class for each stream. What Server's docstring says about
+// environments is what it does. The hello gets the name and the settings. The factory
+// and its environments take the GIL themselves.
+EnvironmentFactory environment_factory(std::shared_ptr<Callback> env_class,
+                                       std::string name, const Settings& settings);
 
 // --- Classes -------------------------------------------------------------------------
 

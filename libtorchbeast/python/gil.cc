@@ -163,6 +163,10 @@ void Callback::clear() {
   release_dropped();
 }
 
+void raise_signals() {
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 namespace {
 
 thread_local bool raises_later = false;
@@ -170,9 +174,11 @@ thread_local bool raises_later = false;
 void look_for_signals() {
   WithGil gil;
   release_dropped();
-  const bool raises = std::exchange(raises_later, false);
-  if (raises) PyErr_SetNone(PyExc_KeyboardInterrupt);
-  if (raises || PyErr_CheckSignals() != 0) throw py::error_already_set();
+  if (std::exchange(raises_later, false)) {
+    PyErr_SetNone(PyExc_KeyboardInterrupt);
+    throw py::error_already_set();
+  }
+  raise_signals();
 }
 
 }  // namespace

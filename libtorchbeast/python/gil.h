@@ -90,6 +90,9 @@ class Callback {
   std::shared_ptr<void> kept_;
 };
 
+// Lets Python's signal handlers run; throws what they raise. REQUIRES: the GIL is held.
+void raise_signals();
+
 // Python code has raised KeyboardInterrupt, which can't go on from there: the next
 // check_signals() in this thread raises it again.
 void raise_later();

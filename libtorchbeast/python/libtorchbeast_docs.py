@@ -36,6 +36,11 @@ Args, all by name:
 Raises:
     ValueError: a file cannot be read or used, or a text is empty.
 """,
+    "ClosedBatchingQueue": "The queue or batcher was closed.",
+    "AsyncError": "The batch that a computation was part of has no answer.",
+    "TransportError": "A connection could not be made, was lost or refused.",
+    "RefusedError": "The other side refuses: a wrong token, another version, ...",
+    "WireError": "The other side broke the protocol's rules.",
     "Queue.size": "The number of items that wait.",
     "Queue.close": """
 End all calls that wait and all iterations, and drop the items that wait.

@@ -13,17 +13,16 @@
 #include "../stream_spec.h"
 #include "../transport.h"
 #include "bindings.h"
-#include "gil.h"
 
 namespace torchbeast::python {
 namespace {
 
 // What Python raises for a T.
 template <typename T>
-py::object add_error(py::module_& m, const char* name, py::handle base,
-                     const char* doc) {
+py::object add_error(py::module_& m, const char* name,
+                     py::handle base = PyExc_RuntimeError) {
   py::object error = py::register_local_exception<T>(m, name, base);
-  error.attr("__doc__") = doc;
+  error.attr("__doc__") = doc(name);
   return error;
 }
 
@@ -44,25 +43,19 @@ void bind_errors(py::module_& m) {
       raise(PyExc_RuntimeError, error);
     }
   });
-  const py::handle base = PyExc_RuntimeError;
-  add_error<ClosedBatchingQueue>(m, "ClosedBatchingQueue", base,
-                                 "The queue or batcher was closed.");
-  add_error<AsyncError>(m, "AsyncError", base,
-                        "The batch that a computation was part of has no answer.");
-  const py::object transport =
-      add_error<TransportError>(m, "TransportError", base,
-                                "A connection could not be made, was lost or refused.");
-  add_error<RefusedError>(
-      m, "RefusedError", transport,
-      "The other side refuses: a wrong token, another version, ...");
-  add_error<WireError>(m, "WireError", base,
-                       "The other side broke the protocol's rules.");
+  add_error<ClosedBatchingQueue>(m, "ClosedBatchingQueue");
+  add_error<AsyncError>(m, "AsyncError");
+  const py::object transport = add_error<TransportError>(m, "TransportError");
+  add_error<RefusedError>(m, "RefusedError", transport);
+  add_error<WireError>(m, "WireError");
 }
 
 }  // namespace
 
 PYBIND11_MODULE(libtorchbeast, m) {
   m.doc() = doc("");
+  // While threads run, an import may be their last act, if the interpreter ends.
+  for (const char* name : {"arguments", "ctrl_c"}) python_half(name);
   bind_errors(m);
   bind_security(m);
   bind_batching(m);

@@ -1,12 +1,12 @@
-#include "python_environment.h"
+// Environments written in Python, for servers and clients.
 
 #include <google/protobuf/util/json_util.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -14,14 +14,11 @@
 #include "bindings.h"
 #include "gil.h"
 #include "nest/pybind.h"
-#include "row_reader.h"
 
 namespace torchbeast::python {
 namespace {
 
 using nest::Place;
-
-py::module_ gym_module() { return python_half("gym"); }
 
 // Adds what begin_hello() or finish_hello() returns. Throws std::invalid_argument if
 // the wire can't have it. REQUIRES: the GIL is held.
@@ -40,8 +37,8 @@ std::string describe(const py::error_already_set& error) {
   try {
     // An exception that C code raised has no traceback.
     const py::object trace = error.trace() ? error.trace() : py::none();
-    const py::function describe = gym_module().attr("describe");
-    return py::cast<py::bytes>(describe(error.type(), error.value(), trace));
+    return py::cast<py::bytes>(
+        call_half("gym", "describe", error.type(), error.value(), trace));
   } catch (const std::exception&) {
     return error.what();
   }
@@ -49,18 +46,98 @@ std::string describe(const py::error_already_set& error) {
 
 // Keeps Python's state of this thread, and so the variables that Python code keeps per
 // thread. Without it every step would make a new one. REQUIRES, of both: the GIL is
-// held.
-class ThreadState {
+// held. One thread.
+struct ThreadState {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  ~ThreadState() { PyGILState_Release(state); }
+};
+
+// --- Rows ----------------------------------------------------------------------------
+
+// The values as a C-contiguous array of `dtype`, see cast() of libtorchbeast_gym.py.
+py::array cast(py::handle value, DType dtype, const Place& place, bool to_bool) {
+  const py::object found = call_half("gym", "cast", value, to_numpy(dtype), to_bool);
+  if (!py::isinstance<py::str>(found)) return py::cast<py::array>(found);
+  throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                              std::string(py::str(found)));
+}
+
+// Reads values into arrays that share their memory if dtype and layout allow it. Throws
+// std::invalid_argument, which names the place. One thread at a time.
+class RowReader {
  public:
-  ThreadState() : state_(PyGILState_Ensure()) {}
-  ~ThreadState() {
-    if (std::this_thread::get_id() == thread_) PyGILState_Release(state_);
+  // `single`: values are of one environment, and the arrays' first dimension is 1.
+  explicit RowReader(bool single) : single_(single) {}
+
+  // Forgets what keeps the arrays of the last row alive.
+  void clear() { held_.clear(); }
+
+  // Appends the arrays of `value`, which must be as `spec` says.
+  void read_nest(py::handle value, const SpecNest& spec, const Place& place,
+                 std::vector<Array>* arrays) {
+    const auto refuse = [&](const std::string& wanted) {
+      throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                  std::string(py::repr(py::type::of(value))) +
+                                  ", not " + wanted);
+    };
+    if (spec.is_leaf()) {
+      arrays->push_back(read(value, spec.leaf(), place));
+    } else if (spec.is_vector()) {
+      const auto& children = spec.vector();
+      const bool is_list = PyList_Check(value.ptr());
+      if (!is_list && !PyTuple_Check(value.ptr())) refuse("a tuple");
+      const auto items = py::reinterpret_borrow<py::sequence>(value);
+      if (items.size() != children.size()) {
+        refuse("a tuple of " + std::to_string(children.size()) + ": it has " +
+               std::to_string(items.size()));
+      }
+      for (size_t i = 0; i < children.size(); ++i) {
+        const py::object item = items[i];
+        read_nest(item, children[i], Place(place, i), arrays);
+      }
+    } else {
+      if (!PyDict_Check(value.ptr())) refuse("a dict");
+      for (const auto& [key, child] : spec.dict()) {
+        const auto item = py::reinterpret_borrow<py::object>(
+            PyDict_GetItemWithError(value.ptr(), py::str(key).ptr()));
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+        if (!item) refuse("a dict with the key \"" + key + "\"");
+        read_nest(item, child, Place(place, key), arrays);
+      }
+      const auto size = static_cast<size_t>(PyDict_Size(value.ptr()));
+      if (size != spec.dict().size()) {
+        refuse("a dict of " + std::to_string(spec.dict().size()) + ": it has " +
+               std::to_string(size) + " keys");
+      }
+    }
   }
-  ThreadState(const ThreadState&) = delete;
+
+  // `to_bool`: integers may become bools.
+  Array read(py::handle value, const ArraySpec& spec, const Place& place,
+             bool to_bool = false) {
+    const auto fits = [&](const py::array& array) {
+      return has_dtype(array, spec.dtype) && (array.flags() & py::array::c_style) != 0;
+    };
+    const bool is_array = py::isinstance<py::array>(value);
+    py::array array = is_array && fits(py::reinterpret_borrow<py::array>(value))
+                          ? py::reinterpret_borrow<py::array>(value)
+                          : cast(value, spec.dtype, place, to_bool);
+    const Shape wanted = single_ ? spec.shape.tail() : spec.shape;
+    if (!std::equal(wanted.begin(), wanted.end(), array.shape(),
+                    array.shape() + array.ndim())) {
+      throw std::invalid_argument("at " + place.str() + ": the environment gave " +
+                                  std::string(py::str(array.dtype())) + " " +
+                                  std::string(py::str(py::list(array.attr("shape")))) +
+                                  ", not " + ArraySpec{spec.dtype, wanted}.to_string());
+    }
+    auto* const data = static_cast<uint8_t*>(const_cast<void*>(array.data()));
+    held_.push_back(std::move(array));
+    return Array(spec, data, nullptr);
+  }
 
  private:
-  const PyGILState_STATE state_;
-  const std::thread::id thread_ = std::this_thread::get_id();
+  const bool single_;
+  std::vector<py::object> held_;
 };
 
 // --- Environments --------------------------------------------------------------------
@@ -88,7 +165,7 @@ auto usable(F&& f) {
   } catch (const std::invalid_argument& error) {
     throw UnusableEnvironment(error.what());
   } catch (const py::error_already_set& error) {
-    if (!error.matches(gym_module().attr("UnusableError"))) throw;
+    if (!error.matches(python_half("gym").attr("UnusableError"))) throw;
     throw UnusableEnvironment(py::str(error.value()));
   }
 }
@@ -102,12 +179,18 @@ class PythonEnvironment : public Environment {
 
   ~PythonEnvironment() override {
     gil_.emplace();  // until all members are gone
-    try {
+    const auto attempt = [this](auto&& f) {
+      try {
+        f();
+      } catch (py::error_already_set& error) {
+        if (error.matches(PyExc_KeyboardInterrupt)) return raise_later();
+        error.discard_as_unraisable(env_);
+      }
+    };
+    attempt([] { raise_signals(); });  // of Ctrl-C, not in the midst of close()
+    attempt([&] {
       if (env_ && py::hasattr(env_, "close")) call(env_.attr("close"));
-    } catch (py::error_already_set& error) {
-      if (error.matches(PyExc_KeyboardInterrupt)) raise_later();
-      error.discard_as_unraisable(env_);
-    }
+    });
   }
 
   // Makes the environment, and the hello as far as it is known before the first row.
@@ -117,7 +200,7 @@ class PythonEnvironment : public Environment {
       usable([&] {
         const py::object env = env_class();
         thread_state_.emplace();
-        const py::module_ gym = gym_module();
+        const py::module_ gym = python_half("gym");
         env_ = gym.attr("adapt")(env);
         reader_.emplace(py::isinstance(env_, gym.attr("Single")));
         initial_ = env_.attr("initial");
@@ -174,7 +257,7 @@ class PythonEnvironment : public Environment {
 
   void finish_hello(const py::object& row) {
     check_row(row);
-    add_json(gym_module().attr("finish_hello")(env_, row), &hello_);
+    add_json(python_half("gym").attr("finish_hello")(env_, row), &hello_);
     spec_ = StreamSpec(hello_);
     for (size_t i = spec_.num_observation_arrays; i < spec_.arrays.size(); ++i) {
       fields_.push_back({spec_.names[i], py::str(spec_.names[i]), spec_.arrays[i]});

@@ -90,50 +90,35 @@ def test_a_pool_on_a_closed_listener_ends():
 
 
 class Owner:
-    """Has a method that objects call, and these objects."""
-
     def call(self, *_): ...
 
 
-def make_pool(owner):
-    owner.queue = libtorchbeast.BatchingQueue(allocator=owner.call)
-    batcher = libtorchbeast.DynamicBatcher(allocator=owner.call)
-    return libtorchbeast.ActorPool(5, owner.queue, batcher, ["unix:/x"], ())
-
-
-def started_server(owner, address):
+def make_server(owner, address):
     server = libtorchbeast.Server(owner.call, address)
     server.start()
     return server
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        started_server,
-        lambda owner, address: libtorchbeast.Client(owner.call, address),
-        lambda owner, _: libtorchbeast.BatchingQueue(allocator=owner.call),
-        lambda owner, _: libtorchbeast.DynamicBatcher(allocator=owner.call),
-        lambda owner, _: make_pool(owner),
-    ],
-)
-def test_an_object_that_calls_its_owner_is_collected(make, tmp_path):
+def make_pool(owner, address):
+    owner.queue = libtorchbeast.BatchingQueue(allocator=owner.call)
+    batcher = libtorchbeast.DynamicBatcher(allocator=owner.call)
+    return libtorchbeast.ActorPool(5, owner.queue, batcher, [address], ())
+
+
+def make_client(owner, address):
+    return libtorchbeast.Client(owner.call, address)
+
+
+@pytest.mark.parametrize("make", [make_server, make_pool, make_client])
+def test_who_calls_its_owner_is_collected(make, tmp_path):
     owner = Owner()
-    owner.object = make(owner, f"unix:{tmp_path}/socket")
+    made = make(owner, f"unix:{tmp_path}/socket")
     gone = weakref.ref(owner)
     del owner
+    gc.collect()
+    assert gone() is not None  # a pool uses its queue, too
+    gone().made = made
+    del made
     gc.collect()
     assert gone() is None
     assert not (tmp_path / "socket").exists()  # the server has stopped
-
-
-def test_what_a_pool_uses_is_not_collected():
-    owner = Owner()
-    pool = make_pool(owner)
-    gone = weakref.ref(owner)
-    del owner
-    gc.collect()
-    assert gone() is not None
-    del pool
-    gc.collect()
-    assert gone() is None

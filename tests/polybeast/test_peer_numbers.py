@@ -12,8 +12,7 @@ def bad_flags(tmp_path):
     """Flags of polybeast_env that can't work, and words of the message."""
     certificates = Certificates(tmp_path)
     certificates.make("one", "IP:127.0.0.1")
-    certificates.make("other", "IP:127.0.0.1")
-    one, other = certificates.identity("one"), certificates.identity("other")
+    one = certificates.identity("one")
     missing, empty, text = (tmp_path / x for x in ("missing", "empty", "text"))
     binary, fifo, large = (tmp_path / x for x in ("binary", "fifo", "large"))
     os.mkfifo(fifo)
@@ -28,12 +27,9 @@ def bad_flags(tmp_path):
         ({"bind": "127.0.0.1:65534", "num_servers": 3}, "with 3 ports from PORT on"),
         ({"bind": here, "tls_cert": missing, "tls_key": missing}, "No such file"),
         ({"bind": here, "tls_cert": text, "tls_key": text}, f"--tls_cert {text}"),
-        ({"bind": here, **one, "tls_key": other["tls_key"]}, "key values mismatch"),
         ({"bind": here, **one, "tls_ca": text}, "--tls_ca"),
-        ({"token_file": empty}, "must have printable ASCII"),
-        ({"token_file": binary}, "is not text in UTF-8"),
+        *(({"token_file": x}, "must have printable ASCII") for x in (empty, binary)),
         *(({"token_file": x}, "at most 1 MiB") for x in ("/dev/zero", fifo, large)),
-        ({"bind": here, "tls_cert": fifo, "tls_key": fifo}, "at most 1 MiB"),
     ]
 
 

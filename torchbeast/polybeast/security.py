@@ -27,20 +27,19 @@ class ServerError(UserError, RuntimeError):
 
 def security(flags: argparse.Namespace) -> Any:
     """A libtorchbeast.Security of the flags. Raises FlagError for unusable files."""
+    from libtorchbeast_arguments import read_file
+
     import libtorchbeast  # may not be built
 
-    token, what = None, f"--token_file {flags.token_file}"
-    if flags.token_file:
-        with using(what, "is not text in UTF-8"):
-            found = os.stat(flags.token_file)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > 2**20:
-                raise FlagError(f"{what} must be a file of at most 1 MiB")
-            token = Path(flags.token_file).read_text("utf-8").strip()
-        if not re.fullmatch("[!-~]+", token):  # it travels in a header
-            raise FlagError(f"{what} must have printable ASCII, no spaces")
-    tls = {name: getattr(flags, name) for name in TLS_FLAGS}
+    tls, token = {name: getattr(flags, name) for name in TLS_FLAGS}, b""
     try:
-        return libtorchbeast.Security(**tls, token=token, insecure=flags.insecure)
+        if flags.token_file:
+            token = read_file("token_file", flags.token_file).strip()
+            if not re.fullmatch(rb"[!-~]+", token):  # it travels in a header
+                words = "must have printable ASCII, no spaces"
+                raise ValueError(f"token_file {flags.token_file} {words}")
+        text = token.decode() or None
+        return libtorchbeast.Security(**tls, token=text, insecure=flags.insecure)
     except ValueError as error:  # begins with an argument's name
         raise FlagError(f"--{error}") from None
 
