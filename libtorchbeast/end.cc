@@ -1,5 +1,6 @@
 #include "end.h"
 
+#include <iterator>
 #include <new>
 
 #include "batching.h"
@@ -13,30 +14,23 @@ namespace {
 
 const char kOverText[] = "this learner is about to end";
 
-grpc::StatusCode code_of(End::Kind kind) {
-  switch (kind) {
-    case End::kLeft:
-    case End::kFinished:
-    case End::kRaised:
-      return grpc::StatusCode::OK;
-    case End::kLost:
-    case End::kOver:
-      return grpc::StatusCode::UNAVAILABLE;
-    case End::kBusy:
-    case End::kNoMemory:
-      return grpc::StatusCode::RESOURCE_EXHAUSTED;
-    case End::kRefused:
-    case End::kUnusable:
-      return grpc::StatusCode::FAILED_PRECONDITION;
-    case End::kStranger:
-      return grpc::StatusCode::UNAUTHENTICATED;
-    case End::kBrokeRules:
-      return grpc::StatusCode::INVALID_ARGUMENT;
-    case End::kFailed:
-      return grpc::StatusCode::ABORTED;
-  }
-  return grpc::StatusCode::UNKNOWN;
-}
+using Code = grpc::StatusCode;
+// By End::Kind.
+constexpr Code kCodes[] = {
+    Code::OK,                   // kLeft
+    Code::UNAVAILABLE,          // kLost
+    Code::UNAVAILABLE,          // kOver
+    Code::OK,                   // kFinished
+    Code::OK,                   // kRaised
+    Code::ABORTED,              // kFailed
+    Code::FAILED_PRECONDITION,  // kRefused
+    Code::UNAUTHENTICATED,      // kStranger
+    Code::INVALID_ARGUMENT,     // kBrokeRules
+    Code::FAILED_PRECONDITION,  // kUnusable
+    Code::RESOURCE_EXHAUSTED,   // kBusy
+    Code::RESOURCE_EXHAUSTED,   // kNoMemory
+};
+static_assert(std::size(kCodes) == End::kNoMemory + 1);
 
 }  // namespace
 
@@ -59,19 +53,19 @@ End end_of(const std::exception_ptr& error) {
 }
 
 grpc::Status to_status(const End& end) {
-  const grpc::StatusCode code = code_of(end.kind);
-  if (code == grpc::StatusCode::OK) return grpc::Status::OK;
+  const Code code = kCodes[end.kind];
+  if (code == Code::OK) return grpc::Status::OK;
   // gRPC takes up to 8 KiB of headers, in which a byte of the text may become three.
   return {code, shortened(end.text, 2500)};
 }
 
 End::Kind meaning_of(grpc::StatusCode code) {
   switch (code) {
-    case grpc::StatusCode::INVALID_ARGUMENT:
-    case grpc::StatusCode::FAILED_PRECONDITION:
-    case grpc::StatusCode::UNAUTHENTICATED:
-    case grpc::StatusCode::PERMISSION_DENIED:
-    case grpc::StatusCode::UNIMPLEMENTED:
+    case Code::INVALID_ARGUMENT:
+    case Code::FAILED_PRECONDITION:
+    case Code::UNAUTHENTICATED:
+    case Code::PERMISSION_DENIED:
+    case Code::UNIMPLEMENTED:
       return End::kRefused;
     default:
       return End::kLost;

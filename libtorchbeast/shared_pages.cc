@@ -64,10 +64,10 @@ std::unique_ptr<SharedPages> SharedPages::make(size_t num_bytes) {
   if (file.get() < 0) return nullptr;
   // The pages are taken now: later, a lack of them would end the process. So would an
   // access after the other side has made the file shorter, which the seals forbid.
-  int refused;
-  do {
+  int refused = EINTR;
+  while (refused == EINTR) {
     refused = posix_fallocate(file.get(), 0, static_cast<off_t>(num_bytes));
-  } while (refused == EINTR);
+  }
   if (refused != 0 || fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) return nullptr;
   uint8_t* const memory = map(file.get(), num_bytes);
   if (memory == nullptr) return nullptr;

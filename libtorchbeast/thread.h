@@ -3,7 +3,6 @@
 #pragma once
 
 #include <stdexcept>
-#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -17,7 +16,13 @@ class Thread {
   // Calls f() in a new thread; f must not throw. Throws std::runtime_error if the
   // system refuses one: so members that tell of the thread are set after this.
   template <typename F>
-  explicit Thread(F&& f) : thread_(start(std::forward<F>(f))) {}
+  explicit Thread(F&& f) try : thread_(std::forward<F>(f)) {
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(
+        "the system refuses a thread: " + error.code().message() +
+        ". End other programs, or raise the limits of processes (ulimit -u) and of "
+        "memory");
+  }
   ~Thread() { join(); }
   Thread(Thread&&) = default;
   Thread& operator=(Thread&& other) noexcept {
@@ -36,18 +41,6 @@ class Thread {
   void detach() { thread_.detach(); }
 
  private:
-  template <typename F>
-  static std::thread start(F&& f) {
-    try {
-      return std::thread(std::forward<F>(f));
-    } catch (const std::system_error& error) {
-      throw std::runtime_error(
-          std::string("the system refuses a thread: ") + error.code().message() +
-          ". End other programs, or raise the limits of processes (ulimit -u) and of "
-          "memory");
-    }
-  }
-
   std::thread thread_;
 };
 
