@@ -68,10 +68,6 @@ void ExpectedEnvironment::check(const wire::EnvHello& hello,
 
 namespace {
 
-bool have_names(const wire::EnvHello& a, const wire::EnvHello& b) {
-  return !a.environment().empty() && !b.environment().empty();
-}
-
 // The hello without what each stream has for itself.
 wire::EnvHello common_part(wire::EnvHello hello, bool with_name) {
   hello.clear_settings();
@@ -83,15 +79,22 @@ wire::EnvHello common_part(wire::EnvHello hello, bool with_name) {
 
 }  // namespace
 
-bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello) {
-  const bool with_name = have_names(first, hello);
-  return common_part(first, with_name).SerializeAsString() ==
-         common_part(hello, with_name).SerializeAsString();
+KnownHello::KnownHello(wire::EnvHello hello, std::string peer)
+    : hello_(std::move(hello)),
+      peer_(std::move(peer)),
+      common_(common_part(hello_, false).SerializeAsString()) {}
+
+bool KnownHello::have_names(const KnownHello& other) const {
+  return !hello_.environment().empty() && !other.hello_.environment().empty();
 }
 
-void refuse_other(const wire::EnvHello& first, const std::string& first_peer,
-                  const wire::EnvHello& hello, const std::string& peer) {
-  const bool with_name = have_names(first, hello);
+bool KnownHello::is_alike(const KnownHello& other) const {
+  return common_ == other.common_ &&
+         (!have_names(other) || hello_.environment() == other.hello_.environment());
+}
+
+void KnownHello::refuse(const KnownHello& first) const {
+  const bool with_name = have_names(first);
   // About two large hellos there may be megabytes to say: what does not fit is left
   // out.
   std::string text(2000, '\0');
@@ -101,41 +104,40 @@ void refuse_other(const wire::EnvHello& first, const std::string& first_peer,
     MessageDifferencer differencer;
     MessageDifferencer::StreamReporter reporter(&out);
     differencer.ReportDifferencesTo(&reporter);
-    differencer.Compare(common_part(first, with_name), common_part(hello, with_name));
+    differencer.Compare(common_part(first.hello_, with_name),
+                        common_part(hello_, with_name));
   }
   const auto size = static_cast<size_t>(out.ByteCount());
   const bool is_whole = size < text.size();
   text = first_bytes(text, size);
   if (is_whole && size > 0) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
-  throw RefusedError(peer + " differs from " + first_peer +
+  throw RefusedError(peer_ + " differs from " + first.peer_ +
                      ", and the environments of one run must not: " + text +
                      (is_whole ? "" : " [...]"));
 }
 
 void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
   expected_.check(hello, peer);
-  const auto own = std::make_shared<const First>(First{hello, peer});
+  const auto own = std::make_shared<const KnownHello>(hello, peer);
   const auto first = first_or(own);
-  if (!are_alike(first->hello, hello)) {
-    refuse_other(first->hello, first->peer, hello, peer);
-  }
-  if (!first->hello.environment().empty()) return;
+  if (!own->is_alike(*first)) own->refuse(*first);
+  if (!first->hello().environment().empty()) return;
   // They are alike but for the name, which the first had left out.
   MutexLock lock(mutex_);
   if (first_ == first) first_ = own;
 }
 
-std::shared_ptr<const HelloCheck::First> HelloCheck::first_or(
-    const std::shared_ptr<const First>& own) {
+std::shared_ptr<const KnownHello> HelloCheck::first_or(
+    const std::shared_ptr<const KnownHello>& own) {
   MutexLock lock(mutex_);
   if (!first_) first_ = own;
   return first_;
 }
 
-bool HelloCheck::is_alike(const wire::EnvHello& hello) {
+bool HelloCheck::is_alike(const KnownHello& hello) {
   const auto first = first_or(nullptr);
-  return !first || are_alike(first->hello, hello);
+  return !first || hello.is_alike(*first);
 }
 
 }  // namespace torchbeast

@@ -26,14 +26,28 @@ struct ExpectedEnvironment {
 
 // --- Hellos of one run
 
-// Whether they are of one kind: equal but for what is the environment's own. The name
-// may be left out.
-bool are_alike(const wire::EnvHello& first, const wire::EnvHello& hello);
-// Throws RefusedError, which says how `hello` differs from the first. Takes long if
-// much does.
-[[noreturn]] void refuse_other(const wire::EnvHello& first,
-                               const std::string& first_peer,
-                               const wire::EnvHello& hello, const std::string& peer);
+// A hello and who has said it, made ready to be compared.
+class KnownHello {
+ public:
+  // Takes long if the hello is large. `peer` goes into messages.
+  KnownHello(wire::EnvHello hello, std::string peer);
+
+  const wire::EnvHello& hello() const { return hello_; }
+  const std::string& peer() const { return peer_; }
+  // Whether they are of one kind: equal but for what is the environment's own. The name
+  // may be left out. Compares bytes.
+  bool is_alike(const KnownHello& other) const;
+  // Throws RefusedError, which says how this one differs from the first. Takes long if
+  // it is large.
+  [[noreturn]] void refuse(const KnownHello& first) const;
+
+ private:
+  bool have_names(const KnownHello& other) const;
+
+  const wire::EnvHello hello_;
+  const std::string peer_;
+  const std::string common_;  // the bytes of what is not the environment's own
+};
 
 // All environments of a run are as expected, and alike: they have the spaces and fields
 // of the first. Thread-safe.
@@ -44,21 +58,16 @@ class HelloCheck {
   // Throws RefusedError, which says what differs. `peer` goes into messages.
   void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
   // Whether the spaces and fields are those of the first.
-  bool is_alike(const wire::EnvHello& hello) TB_EXCLUDES(mutex_);
+  bool is_alike(const KnownHello& hello) TB_EXCLUDES(mutex_);
 
  private:
-  struct First {
-    wire::EnvHello hello;
-    std::string peer;
-  };
-  // The first, which `own` becomes if there is none. Large hellos are compared with no
-  // lock held.
-  std::shared_ptr<const First> first_or(const std::shared_ptr<const First>& own)
-      TB_EXCLUDES(mutex_);
+  // The first, which `own` becomes if there is none.
+  std::shared_ptr<const KnownHello> first_or(
+      const std::shared_ptr<const KnownHello>& own) TB_EXCLUDES(mutex_);
 
   const ExpectedEnvironment expected_;
   Mutex mutex_;
-  std::shared_ptr<const First> first_ TB_GUARDED_BY(mutex_);
+  std::shared_ptr<const KnownHello> first_ TB_GUARDED_BY(mutex_);
 };
 
 }  // namespace torchbeast

@@ -47,21 +47,19 @@ struct Listener::State {
   // The host, in whose hands a stream is until this is destroyed; null if there is
   // none.
   using Hosted = std::unique_ptr<StreamHost, std::function<void(StreamHost*)>>;
-  Hosted enter_host(const wire::EnvHello* hello) TB_REQUIRES(mutex);
+  Hosted enter_host(const KnownHello* hello) TB_REQUIRES(mutex);
   void refuse_if_over() TB_REQUIRES(mutex);
   std::optional<wire::Seeding> next_seeding();
+  using Hello = std::shared_ptr<const KnownHello>;
   // A stream that has shaken hands.
   struct Greeted {
-    wire::EnvHello hello;
-    std::string peer;
+    Hello hello;
     bool has_measure = false;  // if there is a measure
   };
   // Whether it is as the measure, which it becomes if there is none; otherwise it has
   // to wait, or is refused if the run has settled.
   bool conforms(const Greeted& stream) TB_REQUIRES(mutex);
-  void set_measure(const wire::EnvHello& hello, const std::string& peer)
-      TB_REQUIRES(mutex);
-  void compare_all() TB_REQUIRES(mutex);
+  void set_measure(Hello hello) TB_REQUIRES(mutex);
   void note(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex) {
     events.add(kind, text);
     MutexLock lock(mutex);
@@ -81,12 +79,10 @@ struct Listener::State {
   bool detached TB_GUARDED_BY(mutex) = false;
   StreamHost* host TB_GUARDED_BY(mutex) = nullptr;
   int num_hosted TB_GUARDED_BY(mutex) = 0;  // streams in the host's hands
-  std::optional<wire::EnvHello> measure TB_GUARDED_BY(mutex);
-  std::string measure_peer TB_GUARDED_BY(mutex);
+  Hello measure TB_GUARDED_BY(mutex);
   bool is_settled TB_GUARDED_BY(mutex) = false;
   std::list<Greeted> greeted TB_GUARDED_BY(mutex);
-  std::optional<wire::EnvHello> unusable
-      TB_GUARDED_BY(mutex);  // the last that refuse() got
+  Hello unusable TB_GUARDED_BY(mutex);  // the last that refuse() got
   std::string why_unusable TB_GUARDED_BY(mutex);
   std::string last_refusal TB_GUARDED_BY(mutex);
 
@@ -96,10 +92,10 @@ struct Listener::State {
 // --- One stream
 
 End Listener::State::serve(ServedConnection& connection) {
-  wire::EnvHello hello;
+  Hello hello;
   Hosted hosted;
   try {
-    hello = shake_hands(&connection);
+    hello = std::make_shared<KnownHello>(shake_hands(&connection), connection.peer());
   } catch (const EnvironmentError&) {  // in place of the hello
     const End end = end_of(std::current_exception());
     note(Event::kEnvError, end.text);
@@ -113,8 +109,8 @@ End Listener::State::serve(ServedConnection& connection) {
   std::list<Greeted>::iterator own;
   {
     MutexLock lock(mutex);
-    own = greeted.insert(greeted.end(), {hello, connection.peer()});
-    own->has_measure = measure && are_alike(*measure, hello);
+    own = greeted.insert(greeted.end(), {hello});
+    own->has_measure = measure != nullptr && hello->is_alike(*measure);
   }
   // After the host's work. The measure may be this stream's until then.
   const AtEnd removal([&] {
@@ -131,29 +127,26 @@ End Listener::State::serve(ServedConnection& connection) {
       throw TransportError(connection.peer() + " is lost");
     }
   };
-  std::optional<wire::EnvHello> other;  // the measure, if this one is refused
-  std::string other_peer;
+  Hello other;  // the measure, if this one is refused
   {
     MutexLock lock(mutex);
     while (true) {
       refuse_if_over();
       if (conforms(*own)) {
-        hosted = enter_host(&hello);
+        hosted = enter_host(hello.get());
       } else if (is_settled) {
         other = measure;
-        other_peer = measure_peer;
       }
       if (hosted || other) break;
       changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
     }
   }
-  // A text about a large hello takes long, and no lock is held.
-  if (other) refuse_other(*other, other_peer, hello, connection.peer());
+  if (other) hello->refuse(*other);
   const Hosted host = std::move(hosted);  // leaves it before the removal
-  return host->serve(connection, hello);
+  return host->serve(connection, hello->hello());
 }
 
-Listener::State::Hosted Listener::State::enter_host(const wire::EnvHello* hello) {
+Listener::State::Hosted Listener::State::enter_host(const KnownHello* hello) {
   if (host == nullptr || (hello != nullptr && !host->wants(*hello))) return nullptr;
   ++num_hosted;
   return Hosted(host, [this](StreamHost*) {
@@ -176,30 +169,22 @@ wire::EnvHello Listener::State::shake_hands(Connection* connection) {
 }
 
 bool Listener::State::conforms(const Greeted& stream) {
-  const wire::EnvHello& hello = stream.hello;
-  if (unusable && are_alike(*unusable, hello)) throw RefusedError(why_unusable);
-  if (!measure) {
-    set_measure(hello, stream.peer);
-  } else if (stream.has_measure && measure->environment().empty() &&
-             !hello.environment().empty()) {
-    measure->set_environment(hello.environment());
-    compare_all();
+  if (unusable && unusable->is_alike(*stream.hello)) throw RefusedError(why_unusable);
+  const std::string& name = stream.hello->hello().environment();
+  // The measure's may be left out.
+  if (!measure ||
+      (stream.has_measure && measure->hello().environment().empty() && !name.empty())) {
+    set_measure(stream.hello);
   }
   return stream.has_measure;
 }
 
-void Listener::State::set_measure(const wire::EnvHello& hello,
-                                  const std::string& peer) {
-  measure = hello;
-  measure_peer = "the first environment" + peer.substr(peer.rfind(" from "));
-  compare_all();
-  changed.notify_all();
-}
-
-void Listener::State::compare_all() {
+void Listener::State::set_measure(Hello hello) {
+  measure = std::move(hello);
   for (Greeted& stream : greeted) {
-    stream.has_measure = are_alike(*measure, stream.hello);
+    stream.has_measure = stream.hello->is_alike(*measure);
   }
+  changed.notify_all();
 }
 
 void Listener::State::refuse_if_over() {
@@ -267,15 +252,16 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
     }
     state.changed.wait_until(state.mutex, deadline, interrupt);
   }
-  return *state.measure;
+  return state.measure->hello();
 }
 
 std::optional<wire::Seeding> Listener::next_seeding() { return state_->next_seeding(); }
 
 void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
+  const auto known = std::make_shared<KnownHello>(hello, "");
   {
     MutexLock lock(state_->mutex);
-    state_->unusable = hello;
+    state_->unusable = known;
     state_->why_unusable = reason;
     state_->measure.reset();
   }
@@ -283,25 +269,30 @@ void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
 }
 
 void Listener::settle(const wire::EnvHello& hello) {
+  {
+    MutexLock lock(state_->mutex);
+    if (state_->is_settled) return;
+  }
+  const auto known = std::make_shared<KnownHello>(hello, "those of this run");
   MutexLock lock(state_->mutex);
-  if (state_->is_settled) return;
-  if (!state_->measure || !are_alike(*state_->measure, hello)) {
-    state_->set_measure(hello, " from elsewhere");
+  if (!state_->measure || !known->is_alike(*state_->measure)) {
+    state_->set_measure(known);
   }
   state_->is_settled = true;
   state_->changed.notify_all();
 }
 
 bool Listener::wants_other(const wire::EnvHello& hello) const {
+  const KnownHello known(hello, "");
   MutexLock lock(state_->mutex);
-  return state_->measure && !are_alike(*state_->measure, hello);
+  return state_->measure && !known.is_alike(*state_->measure);
 }
 
 void Listener::pass_over() {
   MutexLock lock(state_->mutex);
   if (!state_->measure || state_->is_settled) return;
   for (const State::Greeted& stream : state_->greeted) {
-    if (!stream.has_measure) return state_->set_measure(stream.hello, stream.peer);
+    if (!stream.has_measure) return state_->set_measure(stream.hello);
   }
 }
 

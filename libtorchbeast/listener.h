@@ -41,7 +41,7 @@ class StreamHost {
   virtual ~StreamHost() = default;
   // Whether it would run this environment; otherwise the environment waits, perhaps for
   // another host. Does not block.
-  virtual bool wants(const wire::EnvHello&) { return true; }
+  virtual bool wants(const KnownHello&) { return true; }
   // Runs an environment that has shaken hands, in the stream's thread, until it ends.
   virtual End serve(Connection& connection, const wire::EnvHello& hello) = 0;
   // An environment has raised this text. `origin`: of its connection.
