@@ -161,7 +161,7 @@ void ActorPool::run() {
   bool attached = false;
   try {
     for (size_t i = 0; i < shared.options.addresses.size(); ++i) {
-      dialled.emplace_back(&shared, i).go_on();
+      dialled.emplace_back(&shared, i).attend();
     }
     if (listener != nullptr) {
       listener->attach(&shared);
@@ -175,7 +175,7 @@ void ActorPool::run() {
     while (!shared.closing) {
       const PoolFacts facts = shared.look();
       if (shared.options.check) shared.options.check(facts);
-      for (DialledStreams& streams : dialled) streams.go_on();
+      for (DialledStreams& streams : dialled) streams.attend();
       shared.wait_for_news();
       if (shared.sessions.learner_queue->is_closed() ||
           shared.sessions.inference_batcher->is_closed() ||

@@ -32,7 +32,7 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
     work([this] {
       if (!session_.connection().has_message()) return come_back(nullptr);
       session_.receive(&unroll_);
-      go_on();
+      advance();
     });
   }
   // The same, every kInterruptPeriod.
@@ -110,7 +110,7 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
     if (is_here) bell_in(*doorbell_pages()).ring();
   }
   // Until something is to be waited for.
-  void go_on() {
+  void advance() {
     // Once it waits, the session may come back, and the pool end.
     const auto batcher = session_.context().inference_batcher;
     const auto queue = session_.context().learner_queue;
@@ -137,7 +137,7 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
     work([&] {
       add_wait(session_.context().inference_wait_ns);
       unroll_.answer(answer());
-      go_on();
+      advance();
     });
   }
   // In the thread that makes room.

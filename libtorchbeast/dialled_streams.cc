@@ -31,7 +31,7 @@ DialledStreams::~DialledStreams() {
   if (error && end_of(error).kind == End::kFailed) shared_.end(error);
 }
 
-void DialledStreams::go_on() {
+void DialledStreams::attend() {
   std::optional<std::exception_ptr> back;
   Place place;
   {
@@ -72,7 +72,7 @@ void DialledStreams::run(std::optional<std::exception_ptr> back) {
         } else if (const auto error = *std::exchange(back, std::nullopt)) {
           std::rethrow_exception(error);
         } else {
-          take_step();
+          receive_and_act();
         }
         hand_over();
         is_away = true;
@@ -115,7 +115,7 @@ void DialledStreams::open() {
   session.act(&*stream_->unroll);
 }
 
-void DialledStreams::take_step() {
+void DialledStreams::receive_and_act() {
   stream_->session->receive(&*stream_->unroll);
   on_step(stream_->session->act(&*stream_->unroll));
 }
@@ -123,7 +123,7 @@ void DialledStreams::take_step() {
 void DialledStreams::hand_over() {
   while (!stream_->connection.has_lane()) {
     stream_->session->send_action(&*stream_->unroll);
-    take_step();
+    receive_and_act();
   }
   {
     MutexLock lock(shared_.mutex);

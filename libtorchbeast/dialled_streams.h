@@ -30,7 +30,7 @@ class DialledStreams {
   // If there is something to do, begins to do it in a thread. Throws std::runtime_error
   // if the system refuses the first thread. The next ones are asked for in the next
   // call, and meanwhile the stream counts as gone.
-  void go_on();
+  void attend();
 
  private:
   struct Stream {
@@ -51,8 +51,8 @@ class DialledStreams {
   void run(std::optional<std::exception_ptr> back);
   // From dialling until it has its first action.
   void open();
-  // Takes the step of a stream that has come back; throws why there is none.
-  void take_step();
+  // Takes the next step and its action; throws why there is no step.
+  void receive_and_act();
   // Gives it to the collector, and touches nothing of this afterwards.
   void hand_over();
   void close(const End& end);

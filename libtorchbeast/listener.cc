@@ -275,6 +275,7 @@ void Listener::settle(const wire::EnvHello& hello) {
   }
   const auto known = std::make_shared<KnownHello>(hello, "those of this run");
   MutexLock lock(state_->mutex);
+  if (state_->is_settled) return;  // in between
   if (!state_->measure || !known->is_alike(*state_->measure)) {
     state_->set_measure(known);
   }

@@ -83,7 +83,8 @@ class Listener {
   // Whether the measure has become another than this hello.
   bool wants_other(const wire::EnvHello& hello) const;
   // Unless the run has settled, an environment that waits because it differs becomes
-  // the measure, if there is one. REQUIRES: a pool that runs has a hello of its own.
+  // the measure, if there is one. Those that run go on in their pool. REQUIRES: a pool
+  // that runs has ActorPoolOptions::hello; it would take in both kinds otherwise.
   void pass_over();
   // Refused peers, and environments that raised in place of a hello.
   EventLog& events();

@@ -23,7 +23,8 @@
 
 namespace torchbeast {
 
-// Thread-safe.
+// Thread-safe: each member is constant, atomic, thread-safe by itself, or guarded by
+// the mutex. Lives as long as run() and all streams.
 struct PoolStreams : StreamHost {
   class Presence;
   using Peers = decltype(PoolFacts::peers);

@@ -74,10 +74,10 @@ SharedLane::SharedLane(std::unique_ptr<SharedPages> pages,
                        std::unique_ptr<SharedPages> doorbell, const Sizes& sizes)
     : pages_(std::move(pages)),
       doorbell_(std::move(doorbell)),
-      in_(make_end(doorbell_ == nullptr, sizes)),
-      out_(make_end(doorbell_ != nullptr, sizes)) {}
+      in_(make_way(doorbell_ == nullptr, sizes)),
+      out_(make_way(doorbell_ != nullptr, sizes)) {}
 
-SharedLane::End SharedLane::make_end(bool to_learner, const Sizes& sizes) const {
+SharedLane::Way SharedLane::make_way(bool to_learner, const Sizes& sizes) const {
   auto& memory = *reinterpret_cast<Memory*>(pages_->data());
   uint8_t* const room = pages_->data() + lines(sizeof(Memory));
   if (!to_learner) {

@@ -62,8 +62,8 @@ class SharedLane {
   struct Direction;
   struct Memory;
   struct Sizes;
-  // What one side reads or writes.
-  struct End {
+  // Messages in one direction, as one side reads or writes them.
+  struct Way {
     Direction& state;
     Bell& bell;  // of who reads it
     uint8_t* const room;
@@ -74,14 +74,14 @@ class SharedLane {
   SharedLane(std::unique_ptr<SharedPages> pages, std::unique_ptr<SharedPages> doorbell,
              const Sizes& sizes);
   // REQUIRES: pages_ and doorbell_ are there.
-  End make_end(bool to_learner, const Sizes& sizes) const;
+  Way make_way(bool to_learner, const Sizes& sizes) const;
   // Where the next message begins; null if it does not fit.
   uint8_t* begin_message(size_t size, size_t offset);
   void send();
 
   const std::unique_ptr<SharedPages> pages_;
   const std::unique_ptr<SharedPages> doorbell_;  // the environment's view of it
-  End in_, out_;
+  Way in_, out_;
   bool has_message_ = false;  // that was not read
 };
 
