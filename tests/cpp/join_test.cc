@@ -147,6 +147,7 @@ TEST_F(JoinTest, ACompleteRunEndsItsEnvironments) {
     for (RunningClient* client : {&first, &second, &late}) {
       EXPECT_NO_THROW(client->wait());
       EXPECT_TRUE(client->client().stats().finished);
+      EXPECT_EQ(client->client().stats().last_error, "") << "it heard that at once";
     }
     EXPECT_EQ(run.pool().stats().num_dropped_steps, 0u);
     for (EventLog* events : {&run.pool().events(), &listener->events()}) {

@@ -228,8 +228,9 @@ def test_a_program_with_a_loop_of_its_own(tmp_path, monkeypatch):
                     actions.add(int(agent.step(i, observe[i])))
                 agent.end(4, observe[4] if episode % 2 else None)
 
-        with pytest.raises(RunComplete):
-            play()
+        for call in (play, lambda: agent.step(1, observe[1])):
+            with pytest.raises(RunComplete):
+                call()
     output = runs.finish(run)
     assert run.returncode == 0, output
     assert "WARNING" not in output

@@ -58,6 +58,7 @@ class Episode:
         row = {name: np.asarray(x)[None] for name, x in row.items()}
         self.rows.put(row | {"observation": self.observation})
         if isinstance(answer := self.actions.get(), Exception):
+            self.actions.put(answer)  # for further calls
             raise answer
         return answer
 
@@ -124,6 +125,7 @@ class Caller:
             self.episode.final_observation = self.episode.observation
         self.episode.ask(reward, done=True)
         self.leave.close()
+        del self.episode
 
     def __enter__(self) -> "Caller":
         return self
