@@ -149,10 +149,12 @@ class Wider(Counter):
         self.action_space = spaces.Box(-bound, bound, (1,))
 
 
-def test_actors_with_other_spaces(tmp_path, monkeypatch):
+@pytest.mark.parametrize("module", ["torchbeast.monobeast", "torchbeast.polybeast"])
+def test_actors_with_other_spaces(module, tmp_path, monkeypatch):
     """Their actions would be scaled by other bounds than the learner's."""
     monkeypatch.setenv("MADE", str(tmp_path / "made"))
     flags = {**runs.SMALL, "env": f"{__name__}:Wider", "num_actors": 1}
+    flags["module"] = module
     output = runs.run(tmp_path, "a", **flags, status=1)
     assert "all instances need the same spaces, but one has the action_s" in output
     assert "Traceback" not in output

@@ -36,10 +36,9 @@ def security(flags: argparse.Namespace) -> Any:
         if flags.token_file:
             token = read_file("token_file", flags.token_file).strip()
             if not re.fullmatch(rb"[!-~]+", token):  # it travels in a header
-                words = "must have printable ASCII, no spaces"
-                raise ValueError(f"token_file {flags.token_file} {words}")
-        text = token.decode() or None
-        return libtorchbeast.Security(**tls, token=text, insecure=flags.insecure)
+                raise ValueError("token_file must have printable ASCII, no spaces")
+        tls["token"] = token.decode() or None
+        return libtorchbeast.Security(**tls, insecure=flags.insecure)
     except ValueError as error:  # begins with an argument's name
         raise FlagError(f"--{error}") from None
 

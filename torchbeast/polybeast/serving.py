@@ -169,6 +169,8 @@ def make_server(flags: Flags, index: int, address: str) -> Any:
                 for env in tried:
                     check_same_spaces(flags.env, env, self)
             except InvalidEnvironmentError as error:
+                if hasattr(self, "envs"):
+                    self.close()
                 raise UnusableError(error) from None  # the learner gets no traceback
 
         def begin_stream(self, seed: int, stream: int) -> None:
