@@ -244,11 +244,12 @@ def test_the_rows_of_a_checkpoint_are_there_before_it(tmp_path, url):
         step += 1
         save(folder, step, 300_000, copier)
         with contextlib.suppress(FileNotFoundError):
+            # The rows last: all three may become newer in between.
+            marked = marker_of(copy)["step"]
             found = step_of((copy / "model.tar").read_bytes())
             with (copy / "logs.csv").open() as file:
                 rows = [int(row[0]) for row in csv.reader(file)]
-            assert rows[-1] >= found
-            assert marker_of(copy)["step"] <= rows[-1]
+            assert rows[-1] >= max(found, marked)
             seen.add(found)
     assert len(seen) > 3
     copier.close(0)
