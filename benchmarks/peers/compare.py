@@ -116,9 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--warm_up", type=float, default=10.0, help="seconds after the first update")
     add("--json", type=Path, help="write the values of all runs to this file")
     args = parser.parse_args(argv)
-    args.python = dict(pair.split("=", 1) for pair in args.python)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    args.python = {
+        name: path for name, _, path in (x.partition("=") for x in args.python)
+    }
     known = args.only or (*OURS, *args.python)
+    peers = sorted(file.stem[4:] for file in HERE.glob("run_*.py"))
+    for name in {*args.python, *known}:
+        if name not in (*OURS, *peers):
+            parser.error(f"{name} is none of {', '.join((*OURS, *peers))}")
+        if name in peers and not args.python.get(name):
+            parser.error(f"{name} needs --python {name}=PATH")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     systems = [line.strip() for line in CASES[args.case].strip().splitlines()]
     systems = [line for line in systems if line.split()[0] in known]
     machine = describe_machine()

@@ -54,7 +54,12 @@ def make_games(case: str) -> tuple[str, VecEnv, dict[str, Any]]:
         network = {"features_extractor_class": SmallImages, "net_arch": []}
         return "MlpPolicy", make_vec_env("MinAtar/Breakout-v1", n_envs=32), network
     register_atari()
-    how = {"vec_env_cls": SubprocVecEnv} if case == "pong_processes" else {}
+    how: dict[str, Any] = {}
+    if case == "pong_processes":  # forked, so that they have the registered games
+        how |= {
+            "vec_env_cls": SubprocVecEnv,
+            "vec_env_kwargs": {"start_method": "fork"},
+        }
     games = make_atari_env("PongNoFrameskip-v4", n_envs=16, **how)
     return "CnnPolicy", VecFrameStack(games, 4), {}
 
