@@ -10,7 +10,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv, VecFrameStack
 from torch import nn
 
-# Rollouts, rows per gradient step and passes are those of TorchBeast in compare.py.
+# Rollouts, rows per gradient step and passes are TorchBeast's in compare_peers.py.
 CASES: dict[str, dict[str, Any]] = {
     "cartpole": {"n_steps": 32, "batch_size": 256, "n_epochs": 4},
     "minatar": {"n_steps": 20, "batch_size": 320, "n_epochs": 4},

@@ -1,10 +1,11 @@
 """Measures TorchBeast beside other frameworks, in turn, and prints a Markdown table.
 
-    python benchmarks/peers/compare.py cartpole --python sb3=PEER/bin/python
-    python benchmarks/peers/compare.py pong --only monobeast sb3 --python sb3=PYTHON
+    python benchmarks/compare_peers.py cartpole --python sb3=PEER/bin/python
+    python benchmarks/compare_peers.py pong --only monobeast sb3 --python sb3=PYTHON
 
-README.md says how to install the peers, and what the cases are. One without --python
-is left out. All run on the CPU. Needs Linux, and a machine on which nothing else runs.
+peers/README.md says how to install the peers, and what the cases are. One without
+--python is left out. All run on the CPU. Needs Linux, and a machine on which nothing
+else runs.
 """
 
 import argparse
@@ -17,19 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+from cpu_time import measure, process_tree
+from throughput import describe_machine, proportional_set_size, start_run
 
-from cpu_time import measure, process_tree  # noqa: E402
-from throughput import (  # noqa: E402
-    describe_machine,
-    proportional_set_size,
-    start_run,
-)
+from torchbeast.runs.files import read_meta
+from torchbeast.tools.trial import Trial, TrialError
 
-from torchbeast.runs.files import read_meta  # noqa: E402
-from torchbeast.tools.trial import Trial, TrialError  # noqa: E402
-
+PEERS = Path(__file__).resolve().parent / "peers"
 OURS = ("monobeast", "polybeast")
 LONG = "--unroll_length 80 --batch_size 8"
 # A line is a system: one of OURS with its flags, or a script run_NAME.py and its case.
@@ -62,7 +57,7 @@ def start(system: str, python: Mapping[str, str], folder: Path) -> Trial:
     name, *argv = system.split()
     if name in OURS:
         return start_run(name, [*argv, "--disable_checkpoint"], folder)
-    command = [python[name], str(HERE / f"run_{name}.py"), *argv]
+    command = [python[name], str(PEERS / f"run_{name}.py"), *argv]
     command += ["--savedir", str(folder), "--xpid", "run"]
     return Trial(command, folder, os.environ)
 
@@ -120,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: path for name, _, path in (x.partition("=") for x in args.python)
     }
     known = args.only or (*OURS, *args.python)
-    peers = sorted(file.stem[4:] for file in HERE.glob("run_*.py"))
+    peers = sorted(file.stem[4:] for file in PEERS.glob("run_*.py"))
     for name in {*args.python, *known}:
         if name not in (*OURS, *peers):
             parser.error(f"{name} is none of {', '.join((*OURS, *peers))}")
