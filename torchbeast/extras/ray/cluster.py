@@ -75,17 +75,17 @@ def connect(address: str | None) -> None:
 
 
 def limit_steps(seconds: float) -> None:
-    """Makes this process print its stack and end if a step of it takes longer."""
+    """Prints the stack and ends this process if a step takes longer, in C, too."""
     step = Environment.step
 
     def limited(env: Environment, actions: Any) -> Any:
-        # Also if the step holds Python's lock. Ray then starts the process again.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         try:
             return step(env, actions)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
+    # The class, since other files make the objects. This process has no other use.
     Environment.step = limited  # type: ignore[assignment,method-assign]
 
 
