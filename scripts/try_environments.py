@@ -209,11 +209,11 @@ def own_packages() -> list[str]:
 
 
 def documented_module(name: str) -> str:
-    """The text of the module that docs/environments.md shows under this file name."""
-    text = (REPOSITORY / "docs" / "environments.md").read_text()
+    """The text of the module that a page of docs/ shows under this file name."""
+    text = "".join(page.read_text() for page in (REPOSITORY / "docs").glob("*.md"))
     match = re.search(rf"```python\n# {re.escape(name)}\n(.*?)```", text, re.DOTALL)
     if not match:
-        raise Failed(f"docs/environments.md shows no {name}")
+        raise Failed(f"no page of docs/ shows {name}")
     return match[1]
 
 

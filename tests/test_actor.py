@@ -81,7 +81,7 @@ def test_unrolls_are_what_the_model_and_the_environments_give(parts):
 
 
 class Noisy(Net):
-    """Draws from PyTorch's global generator, as docs/forking.md allows."""
+    """Draws from PyTorch's global generator, as docs/your_network.md allows."""
 
     def forward(self, *args, **more):
         outputs, state = super().forward(*args, **more)

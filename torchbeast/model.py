@@ -244,5 +244,5 @@ def make_model(
     action_space: spaces.Space,
     device: torch.device,
 ) -> Net:
-    """Makes the model of the flags. docs/forking.md says what another one needs."""
+    """Makes the model of the flags. docs/your_network.md says what another needs."""
     return Net(flags, observation_space, action_space).to(device)

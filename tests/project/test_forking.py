@@ -1,4 +1,4 @@
-"""The edits of docs/forking.md: each is applied to a copy of the tree and trained."""
+"""The edits that the docs show: each is applied to a copy of the tree and trained."""
 
 import difflib
 import math
@@ -12,8 +12,9 @@ import pytest
 import runs
 import torch
 
-DOCUMENT = runs.ROOT / "docs" / "forking.md"
-PATCHES = runs.ROOT / "docs" / "forking"
+DOCS = runs.ROOT / "docs"
+DOCUMENT = DOCS / "your_loss.md"
+PATCHES = DOCS / "forking"
 
 MONOBEAST, POLYBEAST = VARIANTS = "torchbeast.monobeast", "torchbeast.polybeast"
 
@@ -273,7 +274,7 @@ def test_a_loss_of_ones_own(tmp_path, module):
 
 def test_the_document_shows_the_patches():
     """Every patch is linked, and what a section quotes stands in its patch."""
-    text = DOCUMENT.read_text()
+    text = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
     linked = re.findall(r"\(forking/(\w+)\.patch\)", text)
     assert set(linked) == {path.stem for path in PATCHES.glob("*.patch")}
     for section in text.split("\n## ")[1:]:
@@ -281,4 +282,4 @@ def test_the_document_shows_the_patches():
             (name,) = re.findall(r"\(forking/(\w+)\.patch\)", section)
             patch = (PATCHES / f"{name}.patch").read_text().splitlines()
             missing = [line for line in quote.splitlines() if line not in patch]
-            assert not missing, f"docs/forking.md quotes what {name}.patch lacks"
+            assert not missing, f"{name}.patch lacks what its page quotes"

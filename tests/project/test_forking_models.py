@@ -1,4 +1,4 @@
-"""Models of docs/forking.md: the patch of PopArt, a transformer as the core."""
+"""Models of the docs: the patch of PopArt, a transformer as the core."""
 
 import importlib.util
 

@@ -19,7 +19,7 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ModelError(UserError, ValueError):
-    """The model returns something else than docs/forking.md says."""
+    """The model returns something else than docs/your_network.md says."""
 
 
 def prepare_to_act(model: Net, compiler: str | None = None) -> Net:

@@ -1,7 +1,7 @@
 """E environments stepped together: one row per step for all of them.
 
 A row is a dict of arrays with leading dimension E. make_env.py makes each environment.
-docs/environments.md is the manual.
+docs/your_environment.md is the manual.
 """
 
 import argparse

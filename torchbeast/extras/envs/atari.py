@@ -4,7 +4,7 @@ Their flags are in flags.py.
 
 `make_atari` builds one environment from Python wrappers, `make_atari_vec` many in C++
 (ale-py's AtariVectorEnv). Both give the same frames, rewards and episode ends for the
-same seeds and actions. docs/environments.md compares them.
+same seeds and actions. docs/atari.md compares them.
 """
 
 import argparse

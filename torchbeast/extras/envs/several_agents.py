@@ -1,6 +1,6 @@
 """Several agents (PettingZoo's parallel API): each agent of a game is an environment.
 
-So E environments are E / N games of N agents. docs/environments.md is the manual.
+So E environments are E / N games of N agents. docs/several_agents.md is the manual.
 """
 
 import argparse
