@@ -19,6 +19,11 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+IMAGE = re.compile(r'(<img\b[^>]*?\bsrc=")([^"]+)("[^>]*>)')
+# GitHub's way to name a picture for a dark page.
+PICTURE = re.compile(
+    r'<picture>.*?srcset="([^"]+)".*?(<img\b[^>]*>).*?</picture>', re.S
+)
 # Languages of the highlighter whose name is not the file's suffix.
 LANGUAGES = {"cc": "cpp", "h": "cpp", "patch": "diff", "proto": "protobuf"}
 
@@ -76,7 +81,7 @@ def page_of(target: str) -> str:
     module = target.removesuffix(".py").replace("/", ".")
     if target.endswith(".py") and module in modules():
         return f"api/{module}.md"
-    if target.startswith("docs/") and target.endswith((".md", ".png")):
+    if target.startswith("docs/") and target.endswith((".md", ".png", ".svg", ".gif")):
         return target.removeprefix("docs/")
     return f"source/{target}" + ("" if target.endswith(".gz") else ".md")
 
@@ -109,15 +114,24 @@ def add_source(files: Files, config: Any, target: str) -> None:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     own = page.file.src_uri
 
-    def replace(match: re.Match[str]) -> str:
-        bang, text, link = match.groups()
+    def moved(link: str) -> str:
         target = in_repository(own, link)
         if target is None:
-            return match[0]  # mkdocs says if it is broken
-        here = posixpath.relpath(page_of(target), posixpath.dirname(own))
+            return link  # mkdocs says if it is broken
         _, hash_sign, anchor = link.partition("#")
-        return f"{bang}[{text}]({here}{hash_sign}{anchor})"
+        here = posixpath.relpath(page_of(target), posixpath.dirname(own))
+        return here + hash_sign + anchor
 
-    return (
-        markdown if own.startswith(("api/", "source/")) else LINK.sub(replace, markdown)
+    def both(match: re.Match[str]) -> str:
+        """Two images, of which the theme hides one; <picture> misses its button."""
+        dark, image = match.groups()
+        return IMAGE.sub(r"\1\2#only-light\3", image) + IMAGE.sub(
+            rf"\1{dark}#only-dark\3", image
+        )
+
+    if own.startswith(("api/", "source/")):
+        return markdown
+    markdown = IMAGE.sub(
+        lambda m: m[1] + moved(m[2]) + m[3], PICTURE.sub(both, markdown)
     )
+    return LINK.sub(lambda m: f"{m[1]}[{m[2]}]({moved(m[3])})", markdown)

@@ -1,9 +1,12 @@
 """--video: what Video writes, read back with OpenCV."""
 
 import contextlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import runs
 from nets import make_flags, make_weights
 
 from torchbeast.base.errors import FlagError
@@ -81,3 +84,12 @@ def test_a_small_picture_of_floats_is_enlarged(tmp_path):
         video.add(np.full((10, 10, 3), 0.5))
     (frame,) = read(tmp_path / "a.mp4")
     np.testing.assert_allclose(frame, plain(100, 100, 128), atol=6)
+
+
+def test_a_gif_of_a_trained_agent(tmp_path):
+    runs.run(tmp_path, "a", **runs.SMALL)
+    flags = ("--xpid", "a", "--savedir", tmp_path, "--num_test_episodes", "1")
+    words = [runs.ROOT / "scripts/make_gif.py", tmp_path / "a.gif", "0.1", "0.3"]
+    subprocess.run([sys.executable, *words, *flags], check=True)
+    found = cv2.VideoCapture(str(tmp_path / "a.gif")).read()[1]
+    assert found.shape == (800, 1200, 3)  # twice CartPole's

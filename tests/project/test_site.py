@@ -4,6 +4,7 @@ import html.parser
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,13 @@ def test_the_site_has_no_broken_link(site):
             if not target.exists() or (anchor and known and anchor not in known):
                 broken.append((page.name, link))
     assert not broken
+
+
+def test_the_dark_figure_is_the_light_one():
+    dark = runpy.run_path(str(runs.ROOT / "scripts/draw_dark.py"))["dark"]
+    light = runs.ROOT / "docs/pictures/impala-light.svg"
+    drawn = light.with_name("impala-dark.svg").read_text()
+    assert dark(light.read_text()) == drawn
 
 
 def ignored(folder, names):
