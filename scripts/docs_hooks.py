@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Page: file of the repository.
 OUTSIDE = {
     "index.md": "README.md",
+    "questions.md": "docs/README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
 }
@@ -68,7 +69,7 @@ def in_repository(page: str, link: str) -> str | None:
     path = link.partition("#")[0]
     if not path or "://" in link or link.startswith("mailto:"):
         return None
-    folder = posixpath.join("." if page in OUTSIDE else "docs", posixpath.dirname(page))
+    folder = posixpath.dirname(OUTSIDE.get(page, f"docs/{page}"))
     target = posixpath.normpath(posixpath.join(folder, path))
     return target if (ROOT / target).exists() else None
 
