@@ -1,4 +1,5 @@
 import argparse
+import copy
 
 import numpy as np
 import pytest
@@ -56,6 +57,21 @@ def test_steps_of_rmsprop(momentum, outside):
         buffer = momentum * buffer + rate * g / root
         w = w - buffer
         np.testing.assert_allclose(model.weight.detach(), w, rtol=1e-12)
+
+
+def test_adam_equals_pytorchs_and_loads_what_that_saved():
+    """In one pass on a CPU; a checkpoint of before says nothing of that."""
+    flags = make_flags(optimizer="adam", learning_rate_schedule="constant")
+    model, optimizer, scheduler = make(flags)
+    other = copy.deepcopy(model)
+    plain = torch.optim.Adam(other.parameters(), lr=0.05, eps=0.02, foreach=False)
+    for _ in range(3):
+        x = torch.randn(6, 4, dtype=torch.float64)
+        update(model, optimizer, scheduler, x)
+        update(other, plain, scheduler, x)
+        torch.testing.assert_close(model.weight, other.weight, rtol=1e-12, atol=0)
+        assert optimizer.param_groups[0]["fused"]
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,7 @@ def test_a_bad_method_ends_the_run_and_is_not_saved(tmp_path, method):
 class Waits(TorchDispatchMode):
     """Notes operations that need a result of the device, and so would wait for it."""
 
-    # F.one_hot checks only the values of a CPU. Adam counts its steps there.
-    ON_THE_CPU = frozenset({"features", "_single_tensor_adam"})
+    ON_THE_CPU = frozenset({"features"})  # F.one_hot checks only the values of a CPU
     NAMES = ("_local_scalar_dense", "nonzero", "item", "equal", "masked_select")
 
     def __init__(self):

@@ -27,14 +27,18 @@ def make_optimizer(
     more: dict[str, Any] = {"lr": flags.learning_rate, "eps": flags.epsilon}
     optimizer: torch.optim.Optimizer
     if flags.optimizer == "adam":
-        optimizer = torch.optim.Adam(weights, **more)
+        # On a CPU one pass over the weights, also if a checkpoint did not have it.
+        own: Any = {"fused": next(model.parameters()).device.type == "cpu" or None}
+        optimizer = torch.optim.Adam(weights, **more, **own)
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, x: x | {"param_groups": [y | own for y in x["param_groups"]]}
+        )
     else:
         more |= {"momentum": flags.momentum, "alpha": flags.alpha}
         optimizer = RMSProp(weights, **more, outside=flags.epsilon_outside_root)
 
     def factor(batch: int) -> float:
-        step = batch * steps_per_batch
-        progress = min(step, flags.total_steps) / flags.total_steps
+        progress = min(1.0, batch * steps_per_batch / flags.total_steps)
         return schedule(progress, flags.learning_rate_schedule)
 
     return optimizer, LambdaLR(optimizer, factor)
@@ -60,8 +64,7 @@ class RMSProp(torch.optim.Optimizer):
     steps are ten times the learning rate, which can kill every unit of the first layer.
 
     Args:
-      outside: add ε outside the root: lr g / (sqrt(square) + ε). The square still
-        starts from 1.
+      outside: add ε outside the root: lr g / (sqrt(square) + ε).
       settings: lr, alpha, eps and momentum.
     """
 
@@ -80,8 +83,7 @@ class RMSProp(torch.optim.Optimizer):
                 if not state:
                     state["square"] = torch.ones_like(weight)
                     state["buffer"] = torch.zeros_like(weight)
-                square = state["square"]
-                square.mul_(group["alpha"])
+                square = state["square"].mul_(group["alpha"])
                 square.addcmul_(gradient, gradient, value=1 - group["alpha"])
                 if self.outside:
                     root = square.sqrt().add_(group["eps"])
