@@ -101,11 +101,7 @@ def test_trailing_dimensions_are_broadcast(name):
 
 def test_no_gradient_flows_out():
     inputs = {k: x.requires_grad_() for k, x in tensors(make_inputs()).items()}
-    returns = vtrace.from_importance_weights(**inputs)
-    assert not returns.vs.requires_grad
-    assert not returns.pg_advantages.requires_grad
-
-    inputs.pop("log_rhos")
+    inputs.pop("log_rhos")  # made of the logits
     logits = torch.randn(2, T, B, A, requires_grad=True)
     actions = torch.zeros(T, B, dtype=torch.int64)
     returns = vtrace.from_logits(logits[0], logits[1], actions, **inputs)

@@ -56,17 +56,14 @@ def from_logits(
 ) -> VTraceFromLogitsReturns:
     """V-trace for a categorical policy.
 
-    Args:
-      behavior_policy_logits, target_policy_logits: [T, B, A] float, of μ and π.
-      actions: [T, B] integer, sampled from μ.
-      The others, and the errors: those of from_importance_weights after log_rhos.
+    Logits [T, B, A] float of μ and π; actions [T, B] integer, sampled from μ. The
+    others, and the errors: those of from_importance_weights after log_rhos.
     """
-    behavior_log_probs = action_log_probs(behavior_policy_logits, actions)
-    target_log_probs = action_log_probs(target_policy_logits, actions)
-    log_rhos = target_log_probs - behavior_log_probs
+    behavior = action_log_probs(behavior_policy_logits, actions)
+    target = action_log_probs(target_policy_logits, actions)
+    log_rhos = target - behavior
     returns = from_importance_weights(log_rhos, *steps, **thresholds)
-    log_probs = behavior_log_probs, target_log_probs
-    return VTraceFromLogitsReturns(*returns, log_rhos, *log_probs)
+    return VTraceFromLogitsReturns(*returns, log_rhos, behavior, target)
 
 
 @torch.no_grad()
@@ -119,13 +116,11 @@ def from_importance_weights(
         skipped = ~valid.reshape(*valid.shape, *heads)
         deltas, cs = deltas.masked_fill(skipped, 0), cs.masked_fill(skipped, 0)
     # Backwards in time: vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})).
-    decays = discounts * cs
-    acc = torch.zeros_like(bootstrap_value)
-    corrections = torch.empty_like(values)
-    for t in reversed(range(len(values))):
-        acc = deltas[t] + decays[t] * acc
-        corrections[t] = acc
-    vs = values + corrections
+    acc, corrections = torch.zeros_like(bootstrap_value), []
+    for delta, decay in zip(deltas.flip(0), (discounts * cs).flip(0), strict=True):
+        acc = delta + decay * acc
+        corrections.append(acc)
+    vs = values + torch.stack(corrections[::-1])
 
     next_vs = torch.cat([vs[1:], bootstrap_value.unsqueeze(0)])
     pg_rhos = _clip(rhos, clip_pg_rho_threshold)
