@@ -69,13 +69,14 @@ def act_step(
     outputs, next_state = model(shown, state, acting=True)
     truncation_value = torch.zeros_like(outputs["baseline"])  # [1, n, C...]
     if final_observation is not None:
-        # The end of the old episode as a row: same state, no reset.
-        truncated, not_done = env_row["truncated"], torch.zeros_like(env_row["done"])
-        last = {**env_row, "observation": final_observation, "done": not_done}
-        last = rollout.show_final_fields(last)
-        value = model(last, state, acting=True)[0]["baseline"]
-        ends = truncated.reshape(*truncated.shape, *[1] * (value.dim() - 2))
-        truncation_value = value.where(ends, 0)  # other rows may have any value
+        # The ends of the old episodes as rows: same states, no resets.
+        ends = env_row["truncated"][0].nonzero().squeeze(1)
+        last = {**env_row, "observation": final_observation}
+        last, old = map_nested(lambda x: x.index_select(1, ends), (last, tuple(state)))
+        last["done"] = torch.zeros_like(last["done"])
+        # Not model(...): --compile would make code for each number of rows.
+        value, _ = model.forward(rollout.show_final_fields(last), old, acting=True)
+        truncation_value[:, ends] = value["baseline"]
     outputs["action"] = choose(outputs["policy_logits"])
     outputs["truncation_value"] = truncation_value
     outputs["policy_version"] = torch.full(env_row["done"].shape, policy_version)
