@@ -76,10 +76,8 @@ class Net(nn.Module):
             self.explorer_states = len(state)
             rows |= self.explorer.act(rows, state)[0]
         size = encoders.output_size(self.encode, rows)
-        self.core: Any = None
-        if flags.use_lstm:
-            self.core = make_core(flags, size)
-            size = self.core.hidden_size
+        self.core: Any = make_core(flags, size) if flags.use_lstm else None
+        size = size if self.core is None else self.core.hidden_size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         # The values have an MLP of their own if that takes little time.
         self.value_vector: VectorEncoder | None = None

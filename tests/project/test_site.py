@@ -1,11 +1,9 @@
-"""The docs site: it builds, no link is broken, and the first tour runs."""
+"""The docs site: it builds, and no link is broken."""
 
 import html.parser
 import os
 import pathlib
-import re
 import runpy
-import shutil
 import subprocess
 import sys
 import urllib.parse
@@ -83,41 +81,3 @@ def test_the_dark_figure_is_the_light_one():
     light = runs.ROOT / "docs/pictures/impala-light.svg"
     drawn = light.with_name("impala-dark.svg").read_text()
     assert dark(light.read_text()) == drawn
-
-
-def ignored(folder, names):
-    unneeded = {".git", ".venv", "build", "tests", ".mypy_cache", ".ruff_cache"}
-    return unneeded & set(names) if pathlib.Path(folder) == runs.ROOT else set()
-
-
-def test_the_first_tour_runs(tmp_path):
-    """All blocks in order, the Python ones in one process."""
-    text = (runs.ROOT / "docs" / "tour.md").read_text()
-    blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) > 5
-    script = ["import subprocess, sys, torch", "torch.set_num_threads(1)"]
-    for language, code in blocks:
-        if language == "bash":
-            code = code.replace("python -m", f"{sys.executable} -m")
-            code = code.replace("--total_steps 100000", "--total_steps 50000")
-            code = f"subprocess.run({code!r}, shell=True, check=True)"
-        script.append(code)
-    tree = tmp_path / "tree"
-    shutil.copytree(runs.ROOT, tree, ignore=ignored)
-    (tmp_path / "tour.py").write_text("\n".join(script))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "tour.py"],
-        cwd=tree,
-        env={**runs.environment(), "HOME": str(tmp_path), "PYTHONPATH": str(tree)},
-        capture_output=True,
-        text=True,
-        timeout=runs.patience(500),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    returned = float(re.search(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)[1])
-    assert returned > 50  # a policy that learned nothing gets about 20
-    losses = [
-        float(row["reward_loss"])
-        for row in runs.read_logs(tmp_path / "logs" / "torchbeast", "changed")
-    ]
-    assert losses[-1] < 0.5 * losses[0]
