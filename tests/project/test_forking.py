@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from statistics import mean
 
 import pytest
 import runs
@@ -109,10 +110,6 @@ class Fork:
 
 def column(rows, name):
     return [float(row[name]) for row in rows]
-
-
-def mean(values):
-    return sum(values) / len(values)
 
 
 def test_another_torso(tmp_path):
