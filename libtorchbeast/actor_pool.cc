@@ -189,11 +189,7 @@ void ActorPool::run() {
   shared.end();
   shared.cancel_all();
   dialled.clear();
-  {
-    MutexLock lock(shared.mutex);
-    if (error == nullptr) error = shared.first_error;
-  }
-  if (attached) listener->detach(error != nullptr);
+  if (attached) listener->detach();
   {
     MutexLock lock(shared.mutex);  // what the last streams met
     if (error == nullptr) error = shared.first_error;
@@ -206,6 +202,8 @@ void ActorPool::run() {
 }
 
 void ActorPool::close() { shared_->close(); }
+
+void ActorPool::settle() { shared_->hellos.settle(); }
 
 EventLog& ActorPool::events() { return shared_->events; }
 
@@ -221,6 +219,7 @@ ActorPoolStats ActorPool::stats() const {
   stats.num_rollouts = sessions.num_rollouts;
   stats.num_reconnects = shared.num_reconnects;
   stats.num_dropped_steps = shared.num_dropped_steps;
+  stats.num_different = shared.hellos.num_different();
   stats.bytes_copied = unrolls.bytes_copied;
   stats.pool_bytes =
       unrolls.rollout_pool.num_bytes() + unrolls.message_pool.num_bytes();

@@ -78,8 +78,7 @@ struct ActorPoolOptions {
   // a server is dialled again. It may block: the limits above are kept meanwhile.
   std::function<void(const PoolFacts&)> check;
   std::optional<wire::EnvHello> hello;  // of all; none: that of the first to connect
-  bool is_provisional = false;   // the caller settles for the hello, see Listener
-  ExpectedEnvironment expected;  // others are refused
+  ExpectedEnvironment expected;         // others are refused
   // For the environments' games, with a number that no other stream has had. None: they
   // get neither. With a listener, the listener's counts.
   std::optional<uint64_t> seed;
@@ -97,6 +96,7 @@ struct ActorPoolStats {
       0;                       // not those that the end of the run leaves unfinished
   uint64_t num_connected = 0;  // now
   uint64_t num_refused = 0;    // dialled streams whose peers broke a rule or refused
+  uint64_t num_different = 0;  // that have joined and were told to try again
   uint64_t num_env_failures = 0;
   uint64_t bytes_copied = 0;
   uint64_t pool_bytes = 0;  // memory held for rollouts and messages
@@ -136,6 +136,10 @@ class ActorPool {
 
   // Ends run(). May be called from any thread, any number of times.
   void close();
+
+  // The run has learned from its environments. Those that join and differ from them are
+  // refused for good from here on; before, they are told to try again later.
+  void settle();
 
   uint64_t count() const;  // num_steps
   ActorPoolStats stats() const;

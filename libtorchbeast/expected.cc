@@ -93,7 +93,7 @@ bool KnownHello::is_alike(const KnownHello& other) const {
          (!have_names(other) || hello_.environment() == other.hello_.environment());
 }
 
-void KnownHello::refuse(const KnownHello& first) const {
+std::string KnownHello::difference(const KnownHello& first) const {
   const bool with_name = have_names(first);
   // About two large hellos there may be megabytes to say: what does not fit is left
   // out.
@@ -112,32 +112,30 @@ void KnownHello::refuse(const KnownHello& first) const {
   text = first_bytes(text, size);
   if (is_whole && size > 0) text.pop_back();  // the last end of a line
   std::replace(text.begin(), text.end(), '\n', ';');
-  throw RefusedError(peer_ + " differs from " + first.peer_ +
-                     ", and the environments of one run must not: " + text +
-                     (is_whole ? "" : " [...]"));
+  return peer_ + " differs from " + first.peer_ +
+         ", and the environments of one run must not: " + text +
+         (is_whole ? "" : " [...]");
 }
 
-void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer) {
+void HelloCheck::check(const wire::EnvHello& hello, const std::string& peer,
+                       bool has_joined) {
   expected_.check(hello, peer);
   const auto own = std::make_shared<const KnownHello>(hello, peer);
-  const auto first = first_or(own);
-  if (!own->is_alike(*first)) own->refuse(*first);
-  if (!first->hello().environment().empty()) return;
-  // They are alike but for the name, which the first had left out.
-  MutexLock lock(mutex_);
-  if (first_ == first) first_ = own;
-}
-
-std::shared_ptr<const KnownHello> HelloCheck::first_or(
-    const std::shared_ptr<const KnownHello>& own) {
-  MutexLock lock(mutex_);
-  if (!first_) first_ = own;
-  return first_;
-}
-
-bool HelloCheck::is_alike(const KnownHello& hello) {
-  const auto first = first_or(nullptr);
-  return !first || hello.is_alike(*first);
+  std::shared_ptr<const KnownHello> first;
+  {
+    MutexLock lock(mutex_);
+    if (!first_) first_ = own;
+    first = first_;
+    if (own->is_alike(*first)) {
+      // The name may be left out, also by the first.
+      if (first->hello().environment().empty()) first_ = own;
+      return;
+    }
+  }
+  const std::string text = own->difference(*first);
+  if (!has_joined || is_settled_) throw RefusedError(text);
+  ++num_different_;
+  throw Ended(End::kBusy, text + "; it may try again later");
 }
 
 }  // namespace torchbeast

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -37,9 +38,8 @@ class KnownHello {
   // Whether they are of one kind: equal but for what is the environment's own. The name
   // may be left out. Compares bytes.
   bool is_alike(const KnownHello& other) const;
-  // Throws RefusedError, which says how this one differs from the first. Takes long if
-  // it is large.
-  [[noreturn]] void refuse(const KnownHello& first) const;
+  // How this one differs from the first. Takes long if it is large.
+  std::string difference(const KnownHello& first) const;
 
  private:
   bool have_names(const KnownHello& other) const;
@@ -55,17 +55,19 @@ class HelloCheck {
  public:
   explicit HelloCheck(ExpectedEnvironment expected) : expected_(std::move(expected)) {}
 
-  // Throws RefusedError, which says what differs. `peer` goes into messages.
-  void check(const wire::EnvHello& hello, const std::string& peer) TB_EXCLUDES(mutex_);
-  // Whether the spaces and fields are those of the first.
-  bool is_alike(const KnownHello& hello) TB_EXCLUDES(mutex_);
+  // Throws a refusal, which says what differs. It is for good, but one that has joined
+  // and differs from the first may try again until settle(). `peer` goes into messages.
+  void check(const wire::EnvHello& hello, const std::string& peer,
+             bool has_joined = false) TB_EXCLUDES(mutex_);
+  // The run has learned from such environments: there is no other first any more.
+  void settle() { is_settled_ = true; }
+  // How many were told to try again.
+  uint64_t num_different() const { return num_different_; }
 
  private:
-  // The first, which `own` becomes if there is none.
-  std::shared_ptr<const KnownHello> first_or(
-      const std::shared_ptr<const KnownHello>& own) TB_EXCLUDES(mutex_);
-
   const ExpectedEnvironment expected_;
+  std::atomic<bool> is_settled_{false};
+  std::atomic<uint64_t> num_different_{0};
   Mutex mutex_;
   std::shared_ptr<const KnownHello> first_ TB_GUARDED_BY(mutex_);
 };

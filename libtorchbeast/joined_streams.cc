@@ -64,19 +64,15 @@ End PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
 
 End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
   Presence presence(this, &connection);
-  // Without either, the listener has the measure.
-  if (options.hello || !options.addresses.empty()) {
-    hellos.check(hello, connection.peer());
-  } else {
-    options.expected.check(hello, connection.peer());
-  }
   const Interrupt interrupt = [this] {
     if (closing || options.listener->is_closed()) throw_over();
   };
   EnvSession session(&sessions, &connection, hello, interrupt);
+  // After the session has checked the rules: all others must be as the first.
+  hellos.check(hello, connection.peer(), true);
   const uint64_t number = hello.first_step();
   const EnvRow newest = session.read_row();
-  UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(), session.spec(),
+  UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(),
                            is_between_episodes(session.spec(), newest.arrays),
                            interrupt);
   presence.connect();
@@ -103,10 +99,7 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
         }
         break;
     }
-    run_session(session, *unroll, [&](bool finished) {
-      presence.step(finished);
-      if (finished && !options.is_provisional) options.listener->settle(hello);
-    });
+    run_session(session, *unroll, [&](bool finished) { presence.step(finished); });
   });
   // What a run leaves unfinished when it ends was not lost.
   lease.end = closing ? End::kOver : end.kind;

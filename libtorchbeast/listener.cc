@@ -1,6 +1,5 @@
 #include "listener.h"
 
-#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <limits>
@@ -42,24 +41,20 @@ struct Listener::State {
     options.max_streams *= 2;
     return options;
   }
+  using Hello = std::shared_ptr<const KnownHello>;
   End serve(ServedConnection& connection) TB_EXCLUDES(mutex);
   wire::EnvHello shake_hands(Connection* connection) TB_EXCLUDES(mutex);
   // The host, in whose hands a stream is until this is destroyed; null if there is
   // none.
   using Hosted = std::unique_ptr<StreamHost, std::function<void(StreamHost*)>>;
-  Hosted enter_host(const KnownHello* hello) TB_REQUIRES(mutex);
-  void refuse_if_over() TB_REQUIRES(mutex);
+  Hosted enter_host() TB_REQUIRES(mutex);
+  // The same, once there is one. Throws that the environment is refused or lost.
+  Hosted wait_for_host(const ServedConnection& connection, const Hello& hello)
+      TB_EXCLUDES(mutex);
+  bool is_unusable(const Hello& hello) const TB_REQUIRES(mutex) {
+    return unusable && unusable->is_alike(*hello);
+  }
   std::optional<wire::Seeding> next_seeding();
-  using Hello = std::shared_ptr<const KnownHello>;
-  // A stream that has shaken hands.
-  struct Greeted {
-    Hello hello;
-    bool has_measure = false;  // if there is a measure
-  };
-  // Whether it is as the measure, which it becomes if there is none; otherwise it has
-  // to wait, or is refused if the run has settled.
-  bool conforms(const Greeted& stream) TB_REQUIRES(mutex);
-  void set_measure(Hello hello) TB_REQUIRES(mutex);
   void note(Event::Kind kind, const std::string& text) TB_EXCLUDES(mutex) {
     events.add(kind, text);
     MutexLock lock(mutex);
@@ -75,14 +70,10 @@ struct Listener::State {
   Mutex mutex;
   CondVar changed;
   std::atomic<bool> closing{false};  // written under the mutex, for sleepers
-  // A pool has ended, and no other is there.
-  bool detached TB_GUARDED_BY(mutex) = false;
   StreamHost* host TB_GUARDED_BY(mutex) = nullptr;
-  int num_hosted TB_GUARDED_BY(mutex) = 0;  // streams in the host's hands
-  Hello measure TB_GUARDED_BY(mutex);
-  bool is_settled TB_GUARDED_BY(mutex) = false;
-  std::list<Greeted> greeted TB_GUARDED_BY(mutex);
-  Hello unusable TB_GUARDED_BY(mutex);  // the last that refuse() got
+  int num_hosted TB_GUARDED_BY(mutex) = 0;        // streams in the host's hands
+  std::list<Hello> waiting TB_GUARDED_BY(mutex);  // for a host
+  Hello unusable TB_GUARDED_BY(mutex);            // the last that refuse() got
   std::string why_unusable TB_GUARDED_BY(mutex);
   std::string last_refusal TB_GUARDED_BY(mutex);
 
@@ -93,61 +84,50 @@ struct Listener::State {
 
 End Listener::State::serve(ServedConnection& connection) {
   Hello hello;
-  Hosted hosted;
   try {
     hello = std::make_shared<KnownHello>(shake_hands(&connection), connection.peer());
   } catch (const EnvironmentError&) {  // in place of the hello
     const End end = end_of(std::current_exception());
     note(Event::kEnvError, end.text);
+    Hosted hosted;
     {
       MutexLock lock(mutex);
-      hosted = enter_host(nullptr);
+      hosted = enter_host();
     }
     if (hosted) hosted->count_failure(end.text, connection.origin());
     return end;
   }
-  std::list<Greeted>::iterator own;
-  {
-    MutexLock lock(mutex);
-    own = greeted.insert(greeted.end(), {hello});
-    own->has_measure = measure != nullptr && hello->is_alike(*measure);
-  }
-  // After the host's work. The measure may be this stream's until then.
-  const AtEnd removal([&] {
-    MutexLock lock(mutex);
-    greeted.erase(own);
-    const auto has_measure = [](const Greeted& other) { return other.has_measure; };
-    if (!is_settled && std::none_of(greeted.begin(), greeted.end(), has_measure)) {
-      measure.reset();
-      changed.notify_all();
-    }
-  });
+  return wait_for_host(connection, hello)->serve(connection, hello->hello());
+}
+
+Listener::State::Hosted Listener::State::wait_for_host(
+    const ServedConnection& connection, const Hello& hello) {
   const auto check = [&connection] {
     if (connection.is_gone()) {
       throw TransportError(connection.peer() + " is lost");
     }
   };
-  Hello other;  // the measure, if this one is refused
+  std::list<Hello>::iterator own;
   {
     MutexLock lock(mutex);
-    while (true) {
-      refuse_if_over();
-      if (conforms(*own)) {
-        hosted = enter_host(hello.get());
-      } else if (is_settled) {
-        other = measure;
-      }
-      if (hosted || other) break;
-      changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
-    }
+    own = waiting.insert(waiting.end(), hello);
   }
-  if (other) hello->refuse(*other);
-  const Hosted host = std::move(hosted);  // leaves it before the removal
-  return host->serve(connection, hello->hello());
+  const AtEnd removal([&] {
+    MutexLock lock(mutex);
+    waiting.erase(own);
+  });
+  changed.notify_all();
+  MutexLock lock(mutex);
+  while (true) {
+    if (closing) throw_over();
+    if (is_unusable(hello)) throw RefusedError(why_unusable);
+    if (Hosted hosted = enter_host()) return hosted;
+    changed.wait_until(mutex, Clock::now() + kLookPeriod, check);
+  }
 }
 
-Listener::State::Hosted Listener::State::enter_host(const KnownHello* hello) {
-  if (host == nullptr || (hello != nullptr && !host->wants(*hello))) return nullptr;
+Listener::State::Hosted Listener::State::enter_host() {
+  if (host == nullptr) return nullptr;
   ++num_hosted;
   return Hosted(host, [this](StreamHost*) {
     {
@@ -159,36 +139,10 @@ Listener::State::Hosted Listener::State::enter_host(const KnownHello* hello) {
 }
 
 wire::EnvHello Listener::State::shake_hands(Connection* connection) {
-  {
-    MutexLock lock(mutex);
-    refuse_if_over();
-  }
+  if (closing) throw_over();
   const wire::EnvHello hello = connection->shake_hands(next_seeding(), true);
   expected.check(hello, connection->peer());
   return hello;
-}
-
-bool Listener::State::conforms(const Greeted& stream) {
-  if (unusable && unusable->is_alike(*stream.hello)) throw RefusedError(why_unusable);
-  const std::string& name = stream.hello->hello().environment();
-  // The measure's may be left out.
-  if (!measure ||
-      (stream.has_measure && measure->hello().environment().empty() && !name.empty())) {
-    set_measure(stream.hello);
-  }
-  return stream.has_measure;
-}
-
-void Listener::State::set_measure(Hello hello) {
-  measure = std::move(hello);
-  for (Greeted& stream : greeted) {
-    stream.has_measure = stream.hello->is_alike(*measure);
-  }
-  changed.notify_all();
-}
-
-void Listener::State::refuse_if_over() {
-  if (closing || detached) throw_over();
 }
 
 std::optional<wire::Seeding> Listener::State::next_seeding() {
@@ -236,13 +190,21 @@ ListenerStats Listener::stats() const {
   return stats;
 }
 
-wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt) {
+wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt,
+                               const std::optional<wire::EnvHello>& other_than) {
   State& state = *state_;
   const auto deadline = time_after(timeout);
+  std::optional<KnownHello> avoided;
+  if (other_than) avoided.emplace(*other_than, "");
   MutexLock lock(state.mutex);
-  while (!state.measure) {
+  while (true) {
+    const bool is_late = Clock::now() >= deadline;
+    for (const State::Hello& hello : state.waiting) {
+      const bool is_avoided = !is_late && avoided && avoided->is_alike(*hello);
+      if (!is_avoided && !state.is_unusable(hello)) return hello->hello();
+    }
     if (state.closing) throw TransportError("the listener has been closed");
-    if (Clock::now() >= deadline) {
+    if (is_late) {
       std::string text = "no environment has joined at " + state.server.address() +
                          " within " + in_seconds(timeout);
       if (!state.last_refusal.empty()) {
@@ -252,7 +214,6 @@ wire::EnvHello Listener::probe(Milliseconds timeout, const Interrupt& interrupt)
     }
     state.changed.wait_until(state.mutex, deadline, interrupt);
   }
-  return state.measure->hello();
 }
 
 std::optional<wire::Seeding> Listener::next_seeding() { return state_->next_seeding(); }
@@ -263,38 +224,8 @@ void Listener::refuse(const wire::EnvHello& hello, const std::string& reason) {
     MutexLock lock(state_->mutex);
     state_->unusable = known;
     state_->why_unusable = reason;
-    state_->measure.reset();
   }
   state_->changed.notify_all();
-}
-
-void Listener::settle(const wire::EnvHello& hello) {
-  {
-    MutexLock lock(state_->mutex);
-    if (state_->is_settled) return;
-  }
-  const auto known = std::make_shared<KnownHello>(hello, "those of this run");
-  MutexLock lock(state_->mutex);
-  if (state_->is_settled) return;  // in between
-  if (!state_->measure || !known->is_alike(*state_->measure)) {
-    state_->set_measure(known);
-  }
-  state_->is_settled = true;
-  state_->changed.notify_all();
-}
-
-bool Listener::wants_other(const wire::EnvHello& hello) const {
-  const KnownHello known(hello, "");
-  MutexLock lock(state_->mutex);
-  return state_->measure && !known.is_alike(*state_->measure);
-}
-
-void Listener::pass_over() {
-  MutexLock lock(state_->mutex);
-  if (!state_->measure || state_->is_settled) return;
-  for (const State::Greeted& stream : state_->greeted) {
-    if (!stream.has_measure) return state_->set_measure(stream.hello);
-  }
 }
 
 EventLog& Listener::events() { return state_->events; }
@@ -307,17 +238,14 @@ void Listener::attach(StreamHost* host) {
                                   " has a pool already");
     }
     state_->host = host;
-    state_->detached = false;
   }
   state_->changed.notify_all();
 }
 
-void Listener::detach(bool has_failed) {
+void Listener::detach() {
   State& state = *state_;
   MutexLock lock(state.mutex);
   state.host = nullptr;
-  state.detached = std::exchange(state.is_settled, false) || has_failed;
-  state.changed.notify_all();
   while (state.num_hosted > 0) {
     state.changed.wait_until(state.mutex, Clock::now() + kLookPeriod, nullptr);
   }

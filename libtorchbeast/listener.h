@@ -39,18 +39,14 @@ struct ListenerStats {
 class StreamHost {
  public:
   virtual ~StreamHost() = default;
-  // Whether it would run this environment; otherwise the environment waits, perhaps for
-  // another host. Does not block.
-  virtual bool wants(const KnownHello&) { return true; }
   // Runs an environment that has shaken hands, in the stream's thread, until it ends.
   virtual End serve(Connection& connection, const wire::EnvHello& hello) = 0;
   // An environment has raised this text. `origin`: of its connection.
   virtual void count_failure(const std::string& text, const std::string& origin) = 0;
 };
 
-// All environments of a run must be alike. The measure is the hello of the first that
-// keeps the rules, until the run settles for it: so long, others wait, and another gets
-// its turn once no stream has the measure. From then on others are refused.
+// Environments that have shaken hands wait for a pool, and then run there. That they
+// are alike is the pool's business.
 //
 // Thread-safe. Owns the streams' threads.
 class Listener {
@@ -72,20 +68,15 @@ class Listener {
   int max_streams() const;
   ListenerStats stats() const;
 
-  // The measure. Waits for it; throws TransportError after `timeout`.
-  wire::EnvHello probe(Milliseconds timeout, const Interrupt& interrupt = nullptr);
+  // The hello of the first environment that waits for a pool and keeps the rules; with
+  // `other_than`, of one that differs from this, if it comes within `timeout`. Waits
+  // for it; throws TransportError after `timeout` if there is none.
+  wire::EnvHello probe(Milliseconds timeout, const Interrupt& interrupt = nullptr,
+                       const std::optional<wire::EnvHello>& other_than = std::nullopt);
   // What probe() returned is of no use: environments that wait for a pool and have this
   // hello are refused with the reason, and so are others that come with it. probe()
   // then waits for another.
   void refuse(const wire::EnvHello& hello, const std::string& reason);
-  // The run has learned from environments with this hello: it stays the measure.
-  void settle(const wire::EnvHello& hello);
-  // Whether the measure has become another than this hello.
-  bool wants_other(const wire::EnvHello& hello) const;
-  // Unless the run has settled, an environment that waits because it differs becomes
-  // the measure, if there is one. Those that run go on in their pool. REQUIRES: a pool
-  // that runs has ActorPoolOptions::hello; it would take in both kinds otherwise.
-  void pass_over();
   // Refused peers, and environments that raised in place of a hello.
   EventLog& events();
 
@@ -97,9 +88,8 @@ class Listener {
   // Streams run there from here on. Throws std::invalid_argument if there is a host.
   // REQUIRES: it lives until detach().
   void attach(StreamHost* host);
-  // Waits until no stream runs there. If the run had settled, or has failed, streams
-  // are refused from here on, until another attaches. Otherwise they wait for it.
-  void detach(bool has_failed);
+  // Waits until no stream runs there. Those that come wait for another.
+  void detach();
 
  private:
   struct State;

@@ -113,9 +113,6 @@ struct PoolStreams : StreamHost {
   // Of the next stream of the server at address `index`.
   std::optional<wire::Seeding> next_seeding(size_t index, bool is_first);
 
-  bool wants(const KnownHello& hello) override {
-    return !options.is_provisional || hellos.is_alike(hello);
-  }
   // An environment that has joined, in its stream's thread.
   End serve(Connection& connection, const wire::EnvHello& hello) override;
   End unroll_joined(Connection& connection, const wire::EnvHello& hello);

@@ -58,12 +58,6 @@ Unroll::Unroll(UnrollContext* context, StreamSpec spec, const EnvRow& first,
   write_env_row(first);
 }
 
-bool Unroll::fits(const StreamSpec& spec) const {
-  return spec.arrays == spec_.arrays && spec.names == spec_.names &&
-         spec.has_action_space == spec_.has_action_space &&
-         spec.action.flatten() == action_specs_;
-}
-
 // --- Steps
 
 void Unroll::take(const EnvRow& next) {

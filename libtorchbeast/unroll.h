@@ -73,8 +73,6 @@ class Unroll {
   Unroll(UnrollContext* context, StreamSpec spec, const EnvRow& first,
          uint64_t first_number);
 
-  // Whether an environment of this kind can go on in it.
-  bool fits(const StreamSpec& spec) const;
   // Memory for the next step, [E, ...] each: what is read into it need not be copied.
   std::vector<Array> next_row() const { return env_row(t_ + 1); }
   // Takes the next step. REQUIRES: there is neither a question nor a whole rollout.

@@ -69,8 +69,8 @@ void UnrollSlots::expire(Milliseconds maximum_downtime, bool was_suspended) {
 // --- A lease
 
 UnrollSlots::Lease::Lease(UnrollSlots* slots, Connection* connection,
-                          const std::string& stream_id, const StreamSpec& spec,
-                          bool between_episodes, const Interrupt& interrupt)
+                          const std::string& stream_id, bool between_episodes,
+                          const Interrupt& interrupt)
     : slots_(*slots) {
   std::unique_ptr<Unroll> dropped;
   MutexLock lock(slots_.mutex_);
@@ -95,11 +95,6 @@ UnrollSlots::Lease::Lease(UnrollSlots* slots, Connection* connection,
       own->connection->cancel("was replaced by a newer connection of its own");
       slots_.changed_.wait_until(slots_.mutex_, Clock::now() + kLookPeriod, interrupt);
     }
-  }
-  // Another environment may have become the measure since it was left.
-  if (slot_->unroll != nullptr && !slot_->unroll->fits(spec)) {
-    dropped = slots_.drop(slot_);
-    arrival_ = Arrival::kBegins;
   }
   slot_->stream_id = stream_id;
   slot_->claim = claim;

@@ -26,19 +26,18 @@ class UnrollSlots {
 
   // How an environment with this stream_id begins. The id may be empty.
   enum class Arrival {
-    kBegins,    // with a new unroll, which it has to make: there is none that fits it
+    kBegins,    // with a new unroll, which it has to make
     kGoesOn,    // in its own unroll; an older connection of it was cancelled
     kTakesOver  // in the unroll of one that has left between episodes
   };
   // One connection's hold on a slot. One thread at a time.
   class Lease {
    public:
-    // `spec`: of the environment. `between_episodes`: whether it begins new episodes.
-    // Waits until an older connection of the same id has gone. Throws what `interrupt`
-    // throws, kBusy if all slots are taken, and kLost if a newer connection of the same
-    // id has come.
+    // `between_episodes`: whether it begins new episodes. Waits until an older
+    // connection of the same id has gone. Throws what `interrupt` throws, kBusy if all
+    // slots are taken, and kLost if a newer connection of the same id has come.
     Lease(UnrollSlots* slots, Connection* connection, const std::string& stream_id,
-          const StreamSpec& spec, bool between_episodes, const Interrupt& interrupt);
+          bool between_episodes, const Interrupt& interrupt);
     ~Lease();
     Lease(const Lease&) = delete;
 

@@ -140,16 +140,28 @@ def good_messages(wire, stream_id=b""):
 
 
 @contextlib.contextmanager
-def playing(address, wire):
-    """Good environments that have joined, in a thread."""
-    with Peer(address) as peer:
-        thread = threading.Thread(target=peer.play, args=(good_messages(wire),))
-        thread.start()
-        try:
-            yield peer
-        finally:
-            peer.call.cancel()
-            thread.join()
+def playing(address, wire, messages=good_messages):
+    """Environments that have joined, in a thread; they dial again, if need be."""
+    is_over = threading.Event()
+
+    def play():
+        while not is_over.wait(0.1):
+            with Peer(address) as peer, contextlib.suppress(grpc.RpcError):
+                peers.append(peer)
+                peer.play(messages(wire))
+                peer.status()
+
+    peers = []
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        while thread.is_alive():
+            for peer in peers:
+                peer.call.cancel()
+            thread.join(0.1)
 
 
 # --- Hellos ---------------------------------------------------------------------------

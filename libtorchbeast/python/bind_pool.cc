@@ -31,16 +31,6 @@ wire::EnvHello parse_hello(const py::bytes& bytes) {
   return hello;
 }
 
-// A method of Listener that takes a hello and maybe more.
-template <typename... Further, typename Method>
-auto with_hello(Method method) {
-  return [method](Listener& self, const py::bytes& hello, const Further&... further) {
-    const wire::EnvHello parsed = parse_hello(hello);
-    WithoutGil no_gil;
-    return (self.*method)(parsed, further...);
-  };
-}
-
 // What probe() returns.
 py::dict to_dict(const wire::EnvHello& hello) {
   google::protobuf::util::JsonPrintOptions options;
@@ -61,6 +51,7 @@ py::dict to_dict(const ActorPoolStats& stats) {
       "num_reconnects"_a = stats.num_reconnects,
       "num_dropped_steps"_a = stats.num_dropped_steps,
       "num_connected"_a = stats.num_connected, "num_refused"_a = stats.num_refused,
+      "num_different"_a = stats.num_different,
       "num_env_failures"_a = stats.num_env_failures,
       "bytes_copied"_a = stats.bytes_copied, "pool_bytes"_a = stats.pool_bytes,
       "env_seconds"_a = stats.env_seconds,
@@ -112,7 +103,7 @@ void bind_pool(py::module_& m) {
                        const py::object& initial_agent_state, bool named_rows,
                        std::optional<int64_t> max_rollout_bytes, double step_timeout_s,
                        double maximum_downtime_s, int64_t max_env_failures,
-                       const std::optional<py::bytes>& hello, bool is_provisional,
+                       const std::optional<py::bytes>& hello,
                        std::shared_ptr<Listener> listener, const py::object& expected,
                        std::optional<uint64_t> seed, uint64_t first_stream,
                        uint64_t stream_stride, const Security& security) {
@@ -132,7 +123,6 @@ void bind_pool(py::module_& m) {
                  to_seconds(maximum_downtime_s, "maximum_downtime_s");
              options.check = make_check(maximum_downtime_s, max_env_failures);
              if (hello) options.hello = parse_hello(*hello);
-             options.is_provisional = is_provisional;
              options.expected = to_expected(expected);
              options.seed = seed;
              options.first_stream = first_stream;
@@ -155,12 +145,13 @@ void bind_pool(py::module_& m) {
            "initial_agent_state"_a, py::kw_only(), "named_rows"_a = false,
            "max_rollout_bytes"_a = py::none(), "step_timeout_s"_a = 60.0,
            "maximum_downtime_s"_a = 60.0, "max_env_failures"_a = 10,
-           "hello"_a = py::none(), "is_provisional"_a = false,
-           "listener"_a = py::none(), "expected"_a = py::none(), "seed"_a = py::none(),
-           "first_stream"_a = 0, "stream_stride"_a = 1, "security"_a = Security())
+           "hello"_a = py::none(), "listener"_a = py::none(), "expected"_a = py::none(),
+           "seed"_a = py::none(), "first_stream"_a = 0, "stream_stride"_a = 1,
+           "security"_a = Security())
       .def("run", &ActorPool::run, py::call_guard<WithoutGil>(), doc("ActorPool.run"))
       .def("close", &ActorPool::close, py::call_guard<WithoutGil>(),
            doc("ActorPool.close"))
+      .def("settle", &ActorPool::settle, doc("ActorPool.settle"))
       .def("count", &ActorPool::count, doc("ActorPool.count"))
       .def(
           "stats", [](const ActorPool& self) { return to_dict(self.stats()); },
@@ -209,19 +200,23 @@ void bind_listener(py::module_& m) {
            doc("Listener.finish"))
       .def(
           "probe",
-          [](Listener& self, double timeout_s) {
+          [](Listener& self, double timeout_s,
+             const std::optional<py::bytes>& other_than) {
             const Milliseconds timeout = to_positive_seconds(timeout_s, "timeout_s");
-            return to_dict(
-                without_gil([&] { return self.probe(timeout, check_signals()); }));
+            std::optional<wire::EnvHello> avoided;
+            if (other_than) avoided = parse_hello(*other_than);
+            return to_dict(without_gil(
+                [&] { return self.probe(timeout, check_signals(), avoided); }));
           },
-          "timeout_s"_a = 60.0, doc("Listener.probe"))
-      .def("refuse", with_hello<std::string>(&Listener::refuse), "hello"_a, "reason"_a,
-           doc("Listener.refuse"))
-      .def("settle", with_hello(&Listener::settle), "hello"_a, doc("Listener.settle"))
-      .def("wants_other", with_hello(&Listener::wants_other), "hello"_a,
-           doc("Listener.wants_other"))
-      .def("pass_over", &Listener::pass_over, py::call_guard<WithoutGil>(),
-           doc("Listener.pass_over"))
+          "timeout_s"_a = 60.0, py::kw_only(), "other_than"_a = py::none(),
+          doc("Listener.probe"))
+      .def(
+          "refuse",
+          [](Listener& self, const py::bytes& hello, const std::string& reason) {
+            const wire::EnvHello parsed = parse_hello(hello);
+            without_gil([&] { self.refuse(parsed, reason); });
+          },
+          "hello"_a, "reason"_a, doc("Listener.refuse"))
       .def(
           "events", [](Listener& self) { return to_tuple(self.events().take()); },
           doc("Listener.events"))

@@ -199,9 +199,7 @@ Args:
         Unless this is 0, those of a single peer do not count while another one is
         connected: of an address, or of a machine from which environments join.
     hello: the "hello" that probe() returned: what all environments must be. None: the
-        same as the first that connects, or with a listener its measure, see there.
-    is_provisional: the listener's environments are compared with `hello` only once the
-        caller has called its settle(); otherwise the first rollout settles it.
+        same as the first that connects or joins. Others are refused; see settle().
     expected: what environments must be, as the learner's flags say: a dict of name (str),
         num_envs (int) and settings (dict of str), each of which may be missing. Others
         are refused with the names of what differs.
@@ -229,12 +227,18 @@ Raises the first error that ends it, after it has closed the queue and the batch
     AsyncError: inference failed.
 """,
     "ActorPool.close": "End run(). Any thread may call it, any number of times.",
+    "ActorPool.settle": """
+The run has learned from its environments. Those that join and differ from them are refused
+for good from here on. Before, they are told to try again later, and stats() counts them:
+they may be the ones to learn from. Then close this pool and make another, see
+Listener.probe().
+""",
     "ActorPool.count": "The number of environment steps: E for each step of a stream.",
     "ActorPool.stats": """
 Counters since the beginning: num_steps, num_rollouts, num_reconnects (streams that were
 lost and came back), num_dropped_steps (of rollouts that were given up after a loss),
-num_connected (streams now), num_refused (dialled streams), num_env_failures, bytes_copied,
-pool_bytes. Summed over streams: env_seconds (what the environments needed for their
+num_connected (streams now), num_refused (dialled streams), num_different (see settle()),
+num_env_failures, bytes_copied, pool_bytes. Summed over streams: env_seconds (what the environments needed for their
 steps), env_wait_seconds, inference_wait_seconds, queue_wait_seconds. last_error says why a
 stream was lost last.
 """,
@@ -280,10 +284,8 @@ An ActorPool that was given the listener runs them. Each has a place with an unr
 that is lost may come back and goes on where it was. One that has left between episodes
 leaves its unroll to the next that joins.
 
-All environments of a run must be alike. The measure is the first whose hello keeps the
-rules. Until the run has settled for it, environments that differ wait, and one of them
-becomes the measure once no stream is left that is like the old one. From then on, those
-that differ are refused.
+Environments that join wait for a pool. It takes those that are alike, see
+ActorPool.settle().
 
 Args:
     address: "unix:/path" or "host:port"; port 0: a free one, see `address`.
@@ -310,8 +312,9 @@ The run is complete: Client.run() returns in all environments, also in those tha
 close(). Call it before ActorPool.close(). Without it they dial again.
 """,
     "Listener.probe": """
-Wait until an environment has joined whose hello keeps the rules, and return the measure, as
-probe() does.
+Wait until an environment has joined that keeps the rules and waits for a pool, and describe
+it as probe() does. `other_than`, a "hello": one that differs from it is preferred, if it
+comes in time; a Client that was told to try again does so within a second.
 
 Raises:
     TransportError: none within timeout_s seconds.
@@ -319,14 +322,6 @@ Raises:
     "Listener.refuse": """
 Refuse environments with this "hello", which probe() returned, for this reason. probe()
 then waits for another.
-""",
-    "Listener.settle": (
-        """This hello stays the measure, because the run has learned from it."""
-    ),
-    "Listener.wants_other": "Whether the measure has become another than this hello.",
-    "Listener.pass_over": """
-Make an environment the measure that waits because it differs, if there is one and the run
-has not settled.
 """,
     "Listener.events": (
         """As ActorPool.events(): who was refused, and which raised before the hello."""

@@ -137,7 +137,7 @@ TEST_F(JoinRefusalsTest, SilentPeersAreCut) {
   EXPECT_TRUE(contains(run.pool().stats().last_error, "step timeout"));
 }
 
-TEST_F(JoinRefusalsTest, AnUnusableHelloIsNotTheMeasure) {
+TEST_F(JoinRefusalsTest, AnUnusableHelloIsRefused) {
   auto listener = listen();
   CountingEnvironment bad(1, 3);
   HandMade first(unix_address()), second(unix_address());
@@ -297,7 +297,7 @@ TEST_F(JoinRefusalsTest, EnvironmentsThatAllRaiseEndTheRun) {
   listener->close();
 }
 
-// --- The measure
+// --- Others than the first
 
 // An environment that has shaken hands, and waits.
 class Guest {
@@ -316,7 +316,6 @@ class Guest {
     for (int i = 0; i < steps; ++i)
       stream_->send(environment_.step(stream_->receive()));
   }
-  void vanish() { stream_.reset(); }
   std::string end() { return refusal_.empty() ? stream_->end() : refusal_; }
 
  private:
@@ -325,43 +324,30 @@ class Guest {
   CountingEnvironment& environment_;
 };
 
-TEST_F(JoinRefusalsTest, SpacesAreFreeAgainIfNothingWasLearned) {
+// The client dials again by itself, and has its turn in the next pool.
+TEST_F(JoinRefusalsTest, WhoDiffersMayTryAgainUntilTheRunHasLearned) {
   auto listener = listen();
-  Session run(pool_options(listener));
-  CountingEnvironment other(1, 2, false), right(2, 2);
+  CountingEnvironment other(1, 2, false);
+  ActorPoolOptions options = pool_options(listener);
   Guest stray(unix_address(), &other);
-  stray.play(kT - 1);  // one less than an unroll
-  Guest waits(unix_address(), &right);
-  wait_until([&] { return listener->stats().num_streams == 2; });
-  EXPECT_EQ(listener->stats().num_refused, 0u);
-  stray.vanish();
-  waits.play(kT);
-  run.rollouts();
-  Guest late(unix_address(), &other);
-  EXPECT_TRUE(contains(late.end(), "differ")) << "the run has settled";
-}
-
-// The first leaves between episodes, and its unroll with it; the next one has other
-// fields, or more environments, and becomes the measure.
-TEST_F(JoinRefusalsTest, NobodyGoesOnInAnUnrollOfOtherSpaces) {
-  CountingEnvironment first(1, 2, false), fields(1, 2), more(1, 3, false);
-  for (CountingEnvironment* right : {&fields, &more}) {
-    auto listener = listen();
-    Session run(pool_options(listener));
-    {
-      CountingEnvironment environment(1, 1, false);
-      HandMade stream(unix_address());
-      stream.expect_hello();
-      stream.say_hello(right == &more ? environment.hello() : first.hello());
-      stream.send(right == &more ? environment.reset() : first.reset());
-      stream.leave();  // at the beginning of episodes
-    }
-    wait_until([&] { return listener->stats().num_streams == 0; });
-    const EnvClientOptions options = client_options(unix_address());
-    RunningClient client(
-        [right] { return std::make_unique<CountingEnvironment>(*right); }, options);
-    run.rollouts();
+  options.hello = listener->probe(Milliseconds(60'000));
+  RunningClient right(counting(2), client_options(unix_address()));
+  {
+    Session run(options);
+    stray.play(kT - 1);  // one less than an unroll
+    wait_until([&] { return run.pool().stats().num_different > 1; });
+    EXPECT_TRUE(contains(right.client().stats().last_error, "it may try again later"));
   }
+  Guest back(unix_address(), &other);
+  wait_until([&] { return listener->stats().num_streams == 2; });
+  options.hello = listener->probe(Milliseconds(60'000), nullptr, options.hello);
+  Session run(options);
+  EXPECT_TRUE(contains(back.end(), "is lost: "));
+  run.rollouts();
+  run.pool().settle();
+  Guest late(unix_address(), &other);
+  EXPECT_TRUE(contains(late.end(), "refuses: "));
+  EXPECT_EQ(run.pool().stats().num_different, 1u);
 }
 
 TEST_F(JoinRefusalsTest, ATimeThatCannotBeIsNotCounted) {
@@ -381,32 +367,6 @@ TEST_F(JoinRefusalsTest, ATimeThatCannotBeIsNotCounted) {
   const ActorPoolStats stats = run.pool().stats();
   EXPECT_GT(stats.env_seconds, 0);
   EXPECT_LE(stats.env_seconds, stats.env_wait_seconds);
-}
-
-TEST_F(JoinRefusalsTest, ACallerMaySettleLater) {
-  auto listener = listen();
-  CountingEnvironment other(1, 2, false), right(2, 2);
-  Guest stray(unix_address(), &other);
-  ActorPoolOptions options = pool_options(listener);
-  options.hello = listener->probe(Milliseconds(60'000));
-  options.is_provisional = true;
-  Guest waits(unix_address(), &right);
-  {
-    Session run(options);
-    stray.play(kT);
-    run.rollouts();  // it is not learned from
-    EXPECT_FALSE(listener->wants_other(*options.hello));
-    stray.vanish();
-    wait_until([&] { return listener->wants_other(*options.hello); });
-  }
-  options.hello = listener->probe(Milliseconds(60'000));
-  Session run(options);
-  waits.play(kT);
-  run.rollouts();
-  Guest late(unix_address(), &other);
-  wait_until([&] { return listener->stats().num_streams == 2; });
-  listener->settle(*options.hello);
-  EXPECT_TRUE(contains(late.end(), "differ"));
 }
 
 TEST_F(JoinRefusalsTest, RefusalsAreShortAndTellNobodyElse) {
@@ -468,26 +428,6 @@ TEST_F(JoinRefusalsTest, AnEnvironmentWhoseHelloIsTooLargeSaysSo) {
   EXPECT_TRUE(contains(text, "can't be served: hello: "));
   EXPECT_TRUE(contains(text, "one bound for a whole Box"));
   wait_until([&] { return contains(listener->stats().last_refusal, "one bound"); });
-}
-
-TEST_F(JoinRefusalsTest, OneThatIsSilentIsPassedOver) {
-  auto listener = listen();
-  CountingEnvironment other(1, 2, false), right(2, 2);
-  Guest silent(unix_address(), &other);
-  const wire::EnvHello hello = listener->probe(Milliseconds(60'000));
-  listener->pass_over();  // nobody else is there
-  EXPECT_FALSE(listener->wants_other(hello));
-  Guest waits(unix_address(), &right);
-  wait_until([&] {
-    listener->pass_over();
-    return listener->wants_other(hello);
-  });
-  ActorPoolOptions options = pool_options(listener);
-  options.hello = listener->probe(Milliseconds(60'000));
-  Session run(options);
-  waits.play(kT);
-  run.rollouts();
-  EXPECT_TRUE(contains(silent.end(), "differ"));
 }
 
 }  // namespace

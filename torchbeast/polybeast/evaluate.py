@@ -99,12 +99,12 @@ def play_on_servers(
         stack.callback(envs.close)
         make_model = fits(flags, model_state)
         spec = envs.find_env_spec(lambda: None, make_model)
-        if envs.listener:
-            envs.listener.settle(spec.hello)
         model = make_model(spec)
         env_number = torch.zeros(1, 1, 1, dtype=torch.int64)
         state, cpu = (*model.initial_state(1), env_number), torch.device("cpu")
         streams = StreamGroup(flags, envs.addresses, envs, spec, state, (cpu, cpu))
+        if envs.listener:
+            streams.pool.settle()
         scorer = Scorer(numbers, spec.num_envs)
 
         def answer() -> None:

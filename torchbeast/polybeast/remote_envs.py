@@ -158,6 +158,7 @@ class RemoteEnvs:
         self.addresses: list[str] = []
         self.listener: Any = None
         self.patience = PATIENCE
+        self.passed_over: bytes | None = None  # a hello; others have their turn
         if not flags.listen:
             servers, n = env_connection.server_addresses(flags), flags.num_actors
             self.addresses = [servers[i % len(servers)] for i in range(n)]
@@ -231,7 +232,7 @@ class RemoteEnvs:
         words = {"expected": self.expected, "security": self.security}
         try:
             if self.listener:
-                found = self.listener.probe(1.0)
+                found = self.listener.probe(2.0, other_than=self.passed_over)
             else:
                 found = libtorchbeast.probe(where, seconds, **words)
         except ValueError as error:  # not an address
@@ -267,26 +268,25 @@ class RemoteEnvs:
     ) -> bool:
         """Waits for the first batch of a learner that listens; `checks` may raise.
 
-        Until then, environments with other spaces wait. They get their turn if those
-        with these spaces have left, or make no step for a while: then it returns False.
+        Until then, environments with other spaces are told to try again. It is their
+        turn if those with these spaces have left or are silent: then it returns False.
         """
         steps, since = 0, time.monotonic()
+        wait = min(self.patience, self.flags.actor_timeout)
         while group.queue.size() < group.items_per_batch:
             for check in checks:
                 check()
             self.report([group])
-            if self.listener.wants_other(spec.hello):
+            now, stats = time.monotonic(), group.pool.stats()
+            if stats["num_steps"] != steps:
+                steps, since = stats["num_steps"], now
+            have_left = steps > 0 and not stats["num_connected"]
+            if stats["num_different"] and (have_left or now - since > wait):
                 log.warning("Environments with other spaces get their turn.")
-                self.patience *= 2
+                self.patience, self.passed_over = self.patience * 2, spec.hello
                 return False
-            now = time.monotonic()
-            if group.pool.count() != steps:
-                steps, since = group.pool.count(), now
-            wait = min(self.patience, self.flags.actor_timeout)
-            if now - since > wait:
-                self.listener.pass_over()
             time.sleep(0.1)
-        self.listener.settle(spec.hello)
+        group.pool.settle()
         return True
 
     def report(self, groups: Sequence[Any] = ()) -> None:

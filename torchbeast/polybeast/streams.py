@@ -83,7 +83,6 @@ class StreamGroup:
                 maximum_downtime_s=flags.connect_timeout,
                 max_env_failures=flags.max_env_failures,
                 hello=spec.hello,
-                is_provisional=envs.listener is not None,
                 expected=envs.expected,
                 seed=envs.seed,
                 first_stream=numbers[0],
