@@ -1,4 +1,4 @@
-"""The docs name tests that exist, and their links lead somewhere on GitHub, too."""
+"""The docs are short, name tests that exist, and their links hold on GitHub, too."""
 
 import pathlib
 import re
@@ -29,10 +29,13 @@ def pages() -> list[pathlib.Path]:
     return [*ROOT.glob("*.md"), *(p for f in folders for p in f.rglob("*.md"))]
 
 
+def without_code(page: pathlib.Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def anchors(page: pathlib.Path) -> set[str]:
     """The names that GitHub gives to the headings, with a dash for each blank."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    titles = re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE)
+    titles = re.findall(r"^#+ +(.*?) *$", without_code(page), flags=re.MULTILINE)
     plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
     return {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in plain}
 
@@ -51,3 +54,20 @@ def test_every_link_leads_to_a_file_and_a_heading():
             followed += 1
     assert followed > 300
     assert not broken
+
+
+RECORDS = ("notebook/", "results/", "faults", "bare_system", "performance", "papers")
+END = re.compile(r"[.!?][)*]*\s|\||\n\s*\n|^ *(?:[-*]|\d+\.) |^#.*$|^ {4}.*$", re.M)
+
+
+def test_what_a_reader_has_to_read():
+    """Code and tables count as words. What is in backticks is one in a sentence."""
+    num_words, long = 0, []
+    for page in (ROOT / "docs").rglob("*.md"):
+        if not str(page.relative_to(ROOT / "docs")).startswith(RECORDS):
+            num_words += len(page.read_text().split())
+            text = re.sub(r"`[^`]*`|\]\([^)]*\)", "x", without_code(page))
+            sentences = [re.findall(r"\S*\w\S*", x) for x in END.split(text)]
+            long += [(page.name, " ".join(x)) for x in sentences if len(x) > 35]
+    assert 20_000 < num_words <= 26_000
+    assert not long

@@ -4,7 +4,6 @@ Skipped without Optuna: pip install optuna.
 """
 
 import json
-import os
 import signal
 
 import pytest
@@ -58,25 +57,6 @@ def test_a_search_that_goes_on(tmp_path):
     assert len(trials(tmp_path)) == 2
 
 
-def test_a_stopped_trial_goes_on(tmp_path):
-    """The study keeps its values while no process has them."""
-    flags = {"total_steps": 9_000}
-    own = [*SPACE, "--trials", "1"]
-    with sweeps.started(tmp_path, *own, **flags) as process:
-        runs.wait_for_rows(process, tmp_path, "s-trial0-1", 10, timeout=200)
-        os.killpg(process.pid, signal.SIGINT)
-        runs.finish(process)
-        assert process.returncode == 130
-    assert [trial.state for trial in trials(tmp_path)] == [STATE.RUNNING]
-    stopped_at = read_meta(tmp_path / "s-trial0-1")["last_step"]
-    sweeps.finished(tmp_path, *own, **flags)
-    (trial,) = trials(tmp_path)
-    assert trial.value == last_return(tmp_path, "s-trial0-1")
-    console = (tmp_path / "s-trial0-1" / "console.log").read_text()
-    assert f"Resuming at step {stopped_at}." in console
-    sweeps.assert_finished(tmp_path, "s-trial0-1", 9_000)
-
-
 def test_a_trial_that_fails(tmp_path):
     own = [*SPACE, "--trials", "2", "--jobs", "2"]
     output = sweeps.finished(tmp_path, *own, status=1, env="nowhere:Nothing")
@@ -99,6 +79,7 @@ def test_a_trial_whose_run_was_killed_goes_on(tmp_path):
     assert [trial.state for trial in study.study.trials] == [STATE.RUNNING]
     again = open_study()
     assert list(again.jobs(1)) == [job]
+    assert again.study.trials[0].params == study.study.trials[0].params
     again.ended(job, 1)
     assert [trial.state for trial in again.study.trials] == [STATE.FAIL]
 
