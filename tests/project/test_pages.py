@@ -32,14 +32,14 @@ def named(code):
     return re.match(r"# (\w+\.py)\n", code)
 
 
-def run_page(tmp_path, page, most_steps):
-    """Runs all blocks in order, those in Python in one process. Returns the output."""
+def run_blocks(tmp_path, found, most_steps):
+    """Runs blocks in order, those in Python in one process. Returns the output."""
     tree = Fork(tmp_path, ()).path
     shown = [code for x in DOCS.glob("*.md") for _, code in blocks(x.name)]
     for code in filter(named, shown):
         (tree / named(code)[1]).write_text(code)
     script = ["import subprocess, sys, torch", "torch.set_num_threads(1)"]
-    for language, code in blocks(page):
+    for language, code in found:
         if language == "bash":
             code = re.sub(r"^python ", f"{sys.executable} ", code, flags=re.MULTILINE)
             steps = f"--total_steps {most_steps}"
@@ -63,19 +63,19 @@ def run_page(tmp_path, page, most_steps):
 
 def test_the_tour_and_its_notebook_are_the_same_and_run(tmp_path):
     assert blocks("tour.md") == blocks("tour.ipynb")[1:]  # the first changes folder
-    output = run_page(tmp_path, "tour.ipynb", 50_000)
+    output = run_blocks(tmp_path, blocks("tour.ipynb") + blocks("api.md"), 50_000)
     returned = float(re.search(r"^return ([\d.]+)$", output, re.MULTILINE)[1])
     assert returned > 50  # a policy that learned nothing gets about 20
 
 
 @pytest.mark.parametrize("page", ["your_environment.md", "your_network.md"])
 def test_the_blocks_of_a_page_run(tmp_path, page):
-    run_page(tmp_path, page, 2000)
+    run_blocks(tmp_path, blocks(page), 2000)
 
 
 def test_a_loss_of_ones_own(tmp_path):
     """The resumed run goes on with it."""
-    run_page(tmp_path, "your_loss.md", 3000)
+    run_blocks(tmp_path, blocks("your_loss.md"), 3000)
     rows = runs.read_logs(tmp_path / "logs" / "torchbeast", "mine")
     assert "entropy_loss" not in rows[0]
     for row in rows:
