@@ -132,13 +132,32 @@ def test_names_of_the_outside_surface():
     assert parse("--envs python").atari_backend == "python"
 
 
-def test_the_help_text_is_complete(capsys):
+def test_the_help_text(capsys):
     """A per cent sign in a help text makes argparse fail only here."""
-    with pytest.raises(SystemExit) as error:
-        parse("--help")
-    assert error.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"--{name}" in text for name in actions())
+    texts = []
+    for words in ("--help", "--help all"):
+        with pytest.raises(SystemExit, match="0"):
+            parse(words)
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert all(f"--{name}" in whole for name in actions())
+    assert "--momentum" not in short
+    assert short.count("\n") < 50
+    commands = re.findall(r"^  .* (--\w.*)$", short.partition("examples:")[2], re.M)
+    assert len(commands) == 3
+    assert all(parse(command) for command in commands)
+
+
+def test_a_mistyped_flag(capsys):
+    for word, hint in (
+        ("--lerning_rate=1", "--learning_rate"),
+        ("--no_sync", "--no-sync"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse(f"{word} --seed 3")
+        text = capsys.readouterr().err
+        assert text.count("\n") == 2
+        assert f"{hint}?" in text
 
 
 # --- What is declared is read, what is read is declared ---

@@ -42,7 +42,8 @@ class Run(Group):
     title = "run"
     mode: str = flag("train", "test: play games; test_render: also show them", START,
         choices=["train", "test", "test_render"])
-    preset: str | None = flag(None, "set of flags", FREE, choices=sorted(PRESETS))
+    preset: str | None = flag(None, f"set of flags: {', '.join(sorted(PRESETS))}", FREE,
+        choices=sorted(PRESETS), metavar="NAME")
     xpid: str = flag(None, "name of the run; if it exists, it is resumed", START)
     savedir: str = flag("~/logs/torchbeast", "directory of the runs", START)
     seed: int = flag(1, "seed of weights, actions and environments", SEED)

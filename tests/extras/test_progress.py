@@ -18,6 +18,7 @@ import pytest
 import runs
 from gymnasium import spaces
 from nets import ACTION_SPACES, make_net
+from tqdm import tqdm
 
 from torchbeast.extras import progress
 
@@ -29,7 +30,7 @@ def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
     if module.endswith("polybeast"):
         flags |= {"batch_size": 3, "num_servers": 1}
     terminal, inside = pty.openpty()
-    size = struct.pack("HHHH", 40, 160, 0, 0)  # rows and columns
+    size = struct.pack("HHHH", 40, 80, 0, 0)  # rows and columns
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)
     run = subprocess.Popen(
         runs.command(tmp_path, "a", module, **flags),
@@ -48,7 +49,7 @@ def test_until_the_first_update_it_shows_the_actors_steps(tmp_path, module):
             assert time.monotonic() < deadline, text
             if select.select([terminal], [], [], 1.0)[0]:
                 text += os.read(terminal, 65536).decode(errors="replace")
-            found = re.findall(r"actors' steps=([\d,]+)[,\]]", text)
+            found = re.findall(r"actors' steps ([\d,]+) ", text)
             shown = {int(x.replace(",", "")) for x in found}
         assert not (tmp_path / "a" / "logs.csv").read_text(), "an update came first"
         run.send_signal(signal.SIGINT)
@@ -75,6 +76,9 @@ def test_the_log_is_whole_beside_a_terminal(tmp_path, quiet):
             text += part
     os.close(terminal)
     assert run.wait(60) == 0
+    next_commands = re.findall(r"^  .* -m torchbeast.*$", text.decode(), re.MULTILINE)
+    assert len(next_commands) == (0 if quiet else 3)
+    assert all(f"--savedir {tmp_path}" in x for x in next_commands)
     log = (tmp_path / "a" / "out.log").read_text()
     for words in ("New run a", "Saved ", "Finished at step 600"):
         assert words in log
@@ -100,6 +104,16 @@ def test_without_a_terminal(monkeypatch, caplog):
     flags.total_steps = 10**18
     line.show(4, 2345, None)
     assert "Step 60 of 1,000,000,000,000,000,000" in caplog.text
+    flags.total_steps = 123_000_000
+    line.bar = tqdm(total=1, disable=True)  # the live line
+    line.bar.set_description_str = lambda text: texts.append(text)
+    learner.step, counters.sps = 77_000_000, lambda: 54_321.0
+    counters.mean_return, texts = (lambda games: -14723.25), []
+    for streams, last in (None, ", queued 128"), ("15/16", ", streams 15/16"):
+        line.last = 0.0
+        line.show(128, 2345, streams)
+        assert texts[-1].endswith(last)
+        assert len(texts[-1]) < 80, texts[-1]
 
 
 def test_the_log_says_which_encoder_each_observation_gets(caplog):

@@ -173,9 +173,8 @@ def drawn(tmp_path, monkeypatch):
 
     class Figure(figure.Figure):
         def savefig(self, *arguments, **options):
-            legends = [axes.get_legend() for axes in self.axes]
             texts.append(self._suptitle.get_text())
-            texts.extend(t.get_text() for x in legends if x for t in x.get_texts())
+            texts.extend(t.get_text() for x in self.legends for t in x.get_texts())
 
     monkeypatch.setattr(figure, "Figure", Figure)
 
@@ -197,6 +196,16 @@ def test_the_legend_says_what_differs(tmp_path, drawn):
         "b\nsticky_actions 0.25",
         "_$old$",
     ]
+
+
+def test_curves_can_be_named(tmp_path, drawn, capsys):
+    for name in ("a-1", "a-2", "b-1"):
+        make_run(tmp_path, name, [0.0, 5.0])
+    group = "--group", "--title", "T"
+    names = drawn("a-1", "b-1", "a-2", *group, "--labels", "MonoBeast", "PolyBeast")
+    assert names == ["T", "MonoBeast (2 runs, mean ± std)", "PolyBeast"]
+    with pytest.raises(SystemExit):
+        drawn("a-1", "b-1", *group, "--labels", "MonoBeast")
 
 
 @pytest.mark.parametrize("flag", ["--group", "--iqm"])

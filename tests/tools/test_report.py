@@ -13,7 +13,6 @@ from test_files import FileWriter
 
 from torchbeast.extras.code import differences
 from torchbeast.tools import report
-from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.tools.groups import iqm_interval
 from torchbeast.tools.saved_runs import read_run
 
@@ -215,9 +214,17 @@ def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
 
 
 def test_scores_of_every_atari_game():
-    assert len(RANDOM_AND_HUMAN) == 57
-    assert RANDOM_AND_HUMAN.keys() <= set(ale_py.roms.get_all_rom_ids())
-    assert all(low < high for low, high in RANDOM_AND_HUMAN.values())
+    scores = report.read_references(pathlib.Path("atari"))
+    games = {f"Atari {game}" for game in ale_py.roms.get_all_rom_ids()}
+    assert len(scores.keys() & games) == len(scores) == 57
+    assert all(low < high for low, high in scores.values())
+
+
+def test_on_a_terminal_it_is_aligned():
+    rows = [{"run": "a", "x": "", "seed": "1"}, {"run": "abc", "x": "", "seed": "1"}]
+    assert report.aligned(rows) == "seed: 1\nrun\na  \nabc"
+    more = [rows[0] | {"y": "22"}, rows[1] | {"y": "3"}]
+    assert report.aligned(more) == "seed: 1\nrun  y \na    22\nabc  3 "
 
 
 def test_methods_over_several_tasks(tmp_path, capsys):

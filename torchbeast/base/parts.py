@@ -3,6 +3,7 @@
 A file may have
 
     Flags          a Group of its flags
+    command_line(parser, words)    may answer --help, or refuse the words
     more_flags(declared, typed)    returns values of flags, by name, in place of saved
                    ones; declared are the script's flags, typed the values typed
     resolve(flags)    fills in its flags and checks them; raises FlagError

@@ -8,7 +8,7 @@ trailing dimensions C..., for example one for several heads. In the other argume
 may be 1: then all heads share it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,6 @@ from torch import Tensor
 class VTraceReturns(NamedTuple):
     vs: Tensor  # [T, B, C...] float: regression targets of the values
     pg_advantages: Tensor  # [T, B, C...] float: weights of the log-probabilities
-
-
-class VTraceFromLogitsReturns(NamedTuple):
-    vs: Tensor  # [T, B, C...]
-    pg_advantages: Tensor  # [T, B, C...]
-    log_rhos: Tensor  # [T, B]: log π(a|x) - log μ(a|x)
-    behavior_action_log_probs: Tensor  # [T, B]: log μ(a|x)
-    target_action_log_probs: Tensor  # [T, B]: log π(a|x)
 
 
 def action_log_probs(policy_logits: Tensor, actions: Tensor) -> Tensor:
@@ -45,25 +37,6 @@ def action_log_probs(policy_logits: Tensor, actions: Tensor) -> Tensor:
 def finite(log_probs: Tensor) -> Tensor:
     """Replaces -inf by the lowest finite number: 0 * x is 0, and so is its gradient."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
-
-
-def from_logits(
-    behavior_policy_logits: Tensor,
-    target_policy_logits: Tensor,
-    actions: Tensor,
-    *steps: Any,
-    **thresholds: Any,
-) -> VTraceFromLogitsReturns:
-    """V-trace for a categorical policy.
-
-    Logits [T, B, A] float of μ and π; actions [T, B] integer, sampled from μ. The
-    others, and the errors: those of from_importance_weights after log_rhos.
-    """
-    behavior = action_log_probs(behavior_policy_logits, actions)
-    target = action_log_probs(target_policy_logits, actions)
-    log_rhos = target - behavior
-    returns = from_importance_weights(log_rhos, *steps, **thresholds)
-    return VTraceFromLogitsReturns(*returns, log_rhos, behavior, target)
 
 
 @torch.no_grad()

@@ -1,20 +1,64 @@
-"""The state of a run: a live line on a terminal, else a line in the log every 5 s."""
+"""What a user sees: --help, the state of a run, and how to go on.
+
+The state is a live line on a terminal, else a line in the log every 5 s.
+"""
 
 from __future__ import annotations
 
-import datetime
+import argparse
+import difflib
 import logging
+import shlex
+import shutil
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from torchbeast.base.flag import FlagParser
 from torchbeast.base.nested import with_places
 from torchbeast.envs.values import parts_of
+from torchbeast.flags import Run
 
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 5.0  # between two status lines, if there is no terminal
-MOST_SECONDS_LEFT = 1e9  # to show; timedelta can't hold any number
+# --help shows these flags, and --help all every one.
+FIRST = "help env preset xpid savedir total_steps seed mode num_actors num_servers"
+ADDRESSES = "server_addresses listen bind join"  # unless both sides are here
+EXAMPLES = """examples:
+  # Train CartPole; resume the run, for longer; play games with its weights.
+  {0} --preset classic-control --xpid first
+  {0} --xpid first --total_steps 1000000
+  {0} --mode test --xpid first
+"""
+
+
+def script() -> str | None:
+    """The module of this package that runs, such as torchbeast.monobeast."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = spec.name.removesuffix(".__main__") if spec else ""
+    return name if name.startswith("torchbeast.") else None
+
+
+def command_line(parser: FlagParser, words: Sequence[str]) -> None:
+    """Shortens --help, and names the flag that a mistyped one resembles."""
+    flags, options = parser.declared, parser._option_string_actions
+    parser.prog = f"python -m {script()}" if script() else parser.prog
+    parser.usage = "%(prog)s [--help [all]] [--FLAG VALUE ...]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES.format(parser.prog) if "mode" in flags else None
+    shown = FIRST if {"listen", "bind"} <= flags.keys() else f"{FIRST} {ADDRESSES}"
+    for action in [] if "all" in words else options.values():
+        if action.dest not in shown.split():
+            action.help = argparse.SUPPRESS
+    options["--help"].help = f"--help all shows all {len(flags)} flags"
+    for name in [word.partition("=")[0] for word in words if word[:2] == "--"]:
+        if not any(option.startswith(name) for option in options):
+            near = difflib.get_close_matches(name, options, 1)
+            hint = f"did you mean {near[0]}?" if near else "--help all shows all"
+            parser.error(f"there is no flag {name}: {hint}")
 
 
 def attach(run: Any) -> Progress:
@@ -49,9 +93,9 @@ class Progress:
         from tqdm import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        words: dict[str, Any] = {"unit": " steps", "unit_scale": True}
-        total = self.flags.total_steps
-        bar = tqdm(total=total, initial=self.learner.step, **words)
+        bar = tqdm(
+            total=1, bar_format="{desc}{bar}", dynamic_ncols=True
+        )  # an empty bar
         # Its end gives the log its handlers of now: out.log is closed after the stack.
         self.run.stack.callback(bar.close)
         level = logging.root.handlers[0].level  # see print_warnings_only
@@ -79,11 +123,29 @@ class Progress:
                 "queued": str(queued),
             }
             numbers |= {"streams": streams} if streams else {}
-            left = min(max(0, total - step) / sps, MOST_SECONDS_LEFT)
-            rest = f"{datetime.timedelta(seconds=int(left))} left"
-        if self.bar:
-            self.bar.n = min(step, total)
-            self.bar.set_postfix(numbers)  # nothing raises if the terminal has closed
+            minutes, seconds = divmod(int(max(0, total - step) / sps), 60)
+            rest = f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        if self.bar:  # nothing raises if the terminal has closed
+            hidden = {"games", "queued" if streams else ""}  # to fit 80 columns
+            shown = [f"{k} {v}" for k, v in numbers.items() if k not in hidden]
+            share = f"{step / total:.0%} of {self.bar.format_sizeof(total)}"
+            self.bar.set_description_str(", ".join([share, rest, *shown]))
             return
         parts = [*(f"{k} {v}" for k, v in numbers.items()), rest]
         log.info("Step %s of %s, %s", f"{step:,}", f"{total:,}", ", ".join(parts))
+
+    def close(self, status: int) -> None:
+        """Prints the next commands, unless an error has ended the run."""
+        flags, savedir = self.flags, Run.declared()["savedir"].default
+        python = sys.executable
+        python = "python" if shutil.which("python") == python else python
+        run = shlex.quote(flags.xpid)
+        if Path(flags.savedir) != Path(savedir).expanduser():
+            run += f" --savedir {shlex.quote(flags.savedir)}"
+        text = f"To plot, test and resume:\n  {python} -m torchbeast.plot {run}"
+        if not flags.disable_checkpoint:
+            again = f"\n  {python} -m {script()}"
+            longer = "" if status else f" --total_steps {2 * flags.total_steps}"
+            text += f"{again} --mode test --xpid {run}{again} --xpid {run}{longer}"
+        if status != 1 and script():
+            log.info("%s", text)

@@ -37,6 +37,7 @@ def read(parser: FlagParser, argv: Sequence[str] | None = None) -> Typed:
     """Parses the command line. Raises FlagError."""
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["--model=deep" if word == "--use_resnet" else word for word in words]
+    parts.call("command_line", parser, words)
     here = vars(parser.parse_args(words))
     more = join_columns(*parts.call("more_flags", parser.declared, here))
     return Typed(parser.declared, here, more)

@@ -193,9 +193,8 @@ def check_games_can_be_saved(flags: Flags, exact_resume: bool) -> None:
 
 
 def configure_logging() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="[%(levelname)s %(asctime)s %(name)s] %(message)s"
-    )
+    line = "[%(levelname)s %(asctime)s] %(message)s"  # out.log has date and module, too
+    logging.basicConfig(level=logging.INFO, format=line, datefmt="%H:%M:%S")
     logging.getLogger("torchbeast").setLevel(logging.INFO)  # whoever was first
 
 

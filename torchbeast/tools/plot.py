@@ -2,10 +2,8 @@
 
     python -m torchbeast.plot XPID [XPID ...]
 
-A curve is a moving average of a column of logs.csv; the values themselves are drawn
-faintly behind it. The title has the protocol: what makes scores comparable. If the runs
-have different protocols, the legend says what differs, and a group refuses to average
-them.
+A curve is a moving average of a column of logs.csv, with the values faintly behind it.
+The title has the protocol; if protocols differ, the legend says in what.
 """
 
 from __future__ import annotations
@@ -29,8 +27,13 @@ X_AXES = {
     "frames": ("frames", "frames"),
     "time": ("_time", "hours of training"),
 }
+Y_LABELS = {  # other columns have their names
+    "mean_game_return": "return of a game",
+    "mean_game_return_100": "mean return of 100 games",
+    "sps": "steps per second",
+}
 GRID_POINTS = 400  # points in x where the runs of a group are averaged
-TITLE_WIDTH, LABEL_WIDTH = 100, 60  # characters of a line
+WIDTH = 60  # characters of a line
 MOST_LABELS = 20  # curves in the legend
 
 
@@ -48,16 +51,10 @@ class Curve(NamedTuple):
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """[N] → [N]: mean of each value and up to `window` - 1 values before it."""
-    window = min(window, len(values))
-    numbers = np.minimum(np.arange(1, len(values) + 1), window)
-    sums, total, size, at = values.astype(np.float64), np.zeros(len(values)), 1, 0
-    while size <= window:  # sums[i] is that of `size` values up to the i-th
-        if window & size:
-            total[at:] += sums[: len(values) - at]
-            at += size
-        sums[size:] += sums[:-size].copy()
-        size *= 2
-    return total / numbers
+    total = np.zeros(len(values))
+    for i in range(min(window, len(values))):
+        total[i:] += values[: len(values) - i]
+    return total / np.minimum(np.arange(1, len(values) + 1), window)
 
 
 def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
@@ -108,51 +105,48 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
     return joined
 
 
-def draw_curve(axes: Any, c: Curve, color: str) -> Any:
-    """Draws a curve. Returns its line."""
-    style: dict[str, Any] = {"color": color, "linewidth": 1.6, "zorder": 3}
-    (line,) = axes.plot(c.x, c.y, marker="o" if len(c.x) == 1 else None, **style)
-    if c.raw is not None and not np.array_equal(c.raw, c.y):
-        axes.plot(c.x, c.raw, color=color, alpha=0.25, linewidth=0.7, zorder=2)
-    if c.low is not None and c.high is not None:
-        axes.fill_between(c.x, c.low, c.high, color=color, alpha=0.2, lw=0)
-    return line
-
-
 def draw(
-    panels: dict[str, Sequence[Curve]], xlabel: str, title: str, out: pathlib.Path
+    panels: dict[str, Sequence[Curve]],
+    xlabel: str,
+    title: str,
+    out: pathlib.Path,
+    dark: bool = False,
 ) -> None:
-    """Draws one panel per entry of `panels`, one below the other, to the file `out`."""
-    import matplotlib
+    """Draws one panel per entry of `panels`, one below the other, to the file `out`.
+
+    The letters are large enough for a phone.
+    """
+    from matplotlib import rc_context, style
     from matplotlib.figure import Figure  # unlike pyplot, it needs no display
     from matplotlib.ticker import EngFormatter
 
-    every = [c for curves in panels.values() for c in curves]
-    names = list(dict.fromkeys(c.name for c in every))
-    beside = len(names) > 4 or any(c.note for c in every)  # a legend that hides curves
-    place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if beside else {}
-    size = (11 if beside else 8, 0.8 + 3.6 * len(panels))
-    figure = Figure(figsize=size, layout="constrained")
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    with matplotlib.rc_context({"text.parse_math": False}):  # "$" in a name
+    names = list(dict.fromkeys(c.name for curves in panels.values() for c in curves))
+    looks = ["dark_background"] if dark else []
+    with rc_context({"text.parse_math": False}), style.context(looks):  # "$" in a name
+        figure = Figure(figsize=(5, 1 + 2.4 * len(panels)), layout="constrained")
+        all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        legend: dict[str, Any] = {}
         for axes, (column, curves) in zip(all_axes, panels.items(), strict=True):
-            colors = [f"C{names.index(c.name) % 10}" for c in curves]
-            lines = [draw_curve(axes, *x) for x in zip(curves, colors, strict=True)]
-            axes.set_ylabel(column)
+            for c in curves:
+                color, dot = f"C{names.index(c.name) % 10}", "o" * (len(c.x) == 1)
+                (line,) = axes.plot(c.x, c.y, color=color, marker=dot, zorder=3)
+                if c.raw is not None and not np.array_equal(c.raw, c.y):
+                    axes.plot(c.x, c.raw, color=color, alpha=0.25, lw=0.7, zorder=2)
+                if c.low is not None and c.high is not None:
+                    axes.fill_between(c.x, c.low, c.high, color=color, alpha=0.2, lw=0)
+                label = "\n".join([c.name, *textwrap.wrap(c.note, WIDTH)])
+                legend.setdefault(label, line)
+            axes.set_ylabel(Y_LABELS.get(column, column))
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-            if len(names) > 1 and curves:
-                labels = [
-                    "\n".join([c.name, *textwrap.wrap(c.note, LABEL_WIDTH)])
-                    for c in curves[:MOST_LABELS]
-                ]
-                style = {"frameon": False, "fontsize": "small", **place}
-                axes.legend(lines[:MOST_LABELS], labels, **style)
+        if len(names) > 1:
+            shown = [*legend.values()][:MOST_LABELS], [*legend][:MOST_LABELS]
+            figure.legend(*shown, loc="outside lower center", frameon=False)
         all_axes[-1].set_xlabel(xlabel)
         if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
             all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
         figure.suptitle(title, fontsize="medium")
-        figure.savefig(out, dpi=120)
+        figure.savefig(out, dpi=200, transparent=dark)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -172,7 +166,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--group", action="store_true", help=group_help)
     iqm_help = "like --group, with the interquartile mean and its 95 %% interval"
     add("--iqm", action="store_true", help=iqm_help)
+    labels_help = "names of the curves, in the order of the runs or groups"
+    add("--labels", nargs="+", metavar="NAME", default=[], help=labels_help)
     add("--title", help="its first line (the name of a single curve)")
+    add("--dark", action="store_true", help="for a dark page")
     out_help = "default: plot.png in the run's folder; of several runs, in this one"
     add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
     return parser
@@ -185,6 +182,9 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
     runs = read_runs(flags.xpids, savedir, wanted)
     if grouped := flags.group or flags.iqm:
         groups.check_protocols(groups.by_name(runs))
+    name = groups.group_name if grouped else str
+    before = dict.fromkeys(name(run.name) for run in runs)
+    labels = dict(zip(before, flags.labels, strict=bool(flags.labels)))
     common, own = protocol.split_common(run.protocol() for run in runs)
     panels: dict[str, Sequence[Curve]] = {}
     for y in flags.y:
@@ -192,7 +192,8 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
         found = []
         for run, rest in zip(runs, own, strict=True):
             if one := curve(run, flags.x, y, smooth):
-                found.append(one._replace(note=protocol.describe(rest)))
+                label = labels.get(name(run.name), run.name)
+                found.append(one._replace(name=label, note=protocol.describe(rest)))
             else:
                 print(f"{run.name}: no value of {y} yet")
         panels[y] = group_curves(found, flags.iqm) if grouped else found
@@ -202,9 +203,9 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
     names = {one.name for curves in panels.values() for one in curves}
     only = list(names) if len(names) == 1 else []  # else the legend has them
     title = only if flags.title is None else [flags.title]
-    title += textwrap.wrap(protocol.describe(common), TITLE_WIDTH)
+    title += textwrap.wrap(protocol.describe(common), WIDTH)
     out = flags.out or folder / "plot.png"
-    draw(panels, X_AXES[flags.x][1], "\n".join(title), out)
+    draw(panels, X_AXES[flags.x][1], "\n".join(title), out, flags.dark)
     return out
 
 

@@ -1,14 +1,12 @@
-"""Print a Markdown table of runs, or of groups of runs.
+"""Print a table of runs, or of groups of runs: aligned, or Markdown into a pipe.
 
     python -m torchbeast.report RUN [RUN ...]
     python -m torchbeast.report --group RUN [RUN ...]
     python -m torchbeast.report --method NAME RUN [RUN ...] --method ... --scores FILE
 
 A RUN is a name in savedir, or a folder with logs.csv (or logs.csv.gz) and meta.json.
-With --group, runs whose names differ only by a seed at the end are one row: the
-interquartile mean of their tests and returns with its 95 % interval, and the largest
-fall of all. With --method, all runs of a method are one group, with one row per task,
-and with --scores also one over all tasks.
+The row of a group has the interquartile mean of its tests and returns with its 95 %
+interval, and the largest fall of all. With --scores, a method has a row over all tasks.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import datetime
 import functools
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ import numpy as np
 
 from torchbeast.base.errors import using
 from torchbeast.tools import groups, protocol
-from torchbeast.tools.atari_scores import RANDOM_AND_HUMAN
 from torchbeast.tools.saved_runs import SavedRun, read_runs
 
 COLUMNS = {"step", "_time", "games", "mean_game_return_100"}
@@ -150,8 +148,8 @@ def _group_row(
 
 def read_references(path: pathlib.Path) -> References:
     """Reads --scores: a JSON object with two returns per task, or atari."""
-    if str(path) == "atari":
-        return {f"Atari {game}": x for game, x in RANDOM_AND_HUMAN.items()}
+    if str(path) == "atari":  # random, human with no-ops: Wang et al. 2016, 1511.06581
+        path = pathlib.Path(__file__).with_name("atari.json")
     example = '{"MinAtar/Breakout-v1": [0, 20]}'
     with using(path, f"must have two returns per task, such as {example}"):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -161,18 +159,36 @@ def read_references(path: pathlib.Path) -> References:
         return references
 
 
+def filled(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """The columns that are not empty in all rows."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def aligned(rows: Sequence[dict[str, str]]) -> str:
+    """For a terminal: what all rows share, a line each, then a table of the rest."""
+    lines, table = [], []
+    for name, cells in filled(rows).items():
+        if len(set(cells)) == 1:
+            lines.append(f"{name}: {cells[0]}")
+        else:
+            width = max(map(len, [name, *cells]))
+            table.append([x.ljust(width) for x in [name, *cells]])
+    return "\n".join([*lines, *map("  ".join, zip(*table, strict=True))])
+
+
 def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """A table; leaves out columns that are empty in all rows."""
-    names = [name for name in rows[0] if any(row[name] for row in rows)]
-    cells = [[row[name].replace("|", "\\|") for name in names] for row in rows]
-    lines = [names, ["---"] * len(names), *cells]
+    """For a page."""
+    columns = filled(rows)
+    cells = [[row[name].replace("|", "\\|") for name in columns] for row in rows]
+    lines = [[*columns], ["---"] * len(columns), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchbeast.report",
-        description="Print a Markdown table of runs, or of groups of runs.",
+        description="Print a table of runs; into a pipe or a file, in Markdown.",
     )
     add = parser.add_argument
     add("xpids", nargs="*", metavar="RUN", help="a name in savedir, or a folder")
@@ -206,4 +222,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += group_rows(name, members, *of_groups)
     except (ValueError, OSError, RuntimeError) as error:  # the last: of ~ without HOME
         parser.exit(2, f"Cannot report: {error}\n")
-    print(markdown(rows))
+    print((aligned if sys.stdout.isatty() else markdown)(rows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import gzip
-import io
 import itertools
 import json
 import math
@@ -145,10 +144,10 @@ def read_run(folder: pathlib.Path, wanted: Collection[str] | None = None) -> Sav
         lines = (line for line in file if line.endswith("\n") and line.strip())
         header = next(csv.reader(lines), [])
         kept = [i for i, x in enumerate(header) if wanted is None or x in wanted]
-        blocks = [np.empty((0, len(kept)))]
+        blocks = [np.empty((len(kept), 0))]
         while block := list(itertools.islice(lines, 10_000)):
-            blocks.append(_numbers(block, len(header), kept))
-        names, cells = [header[i] for i in kept], np.concatenate(blocks).T
+            blocks.append(_numbers(block, kept))
+        names, cells = [header[i] for i in kept], np.concatenate(blocks, axis=1)
         columns = dict(zip(names, cells, strict=True))
     test = folder / "test.json"
     with using(test, "is damaged"):
@@ -156,18 +155,11 @@ def read_run(folder: pathlib.Path, wanted: Collection[str] | None = None) -> Sav
     return SavedRun(folder.name, header, columns, read_meta(folder), result)
 
 
-def _numbers(lines: list[str], width: int, kept: Sequence[int]) -> np.ndarray:
-    """The cells of lines in these columns of `width`: [lines, columns] float64."""
-    text = f"\n{''.join(lines)}".replace("\n,", "\nnan,").replace(",\n", ",nan\n")
-    text = text.replace(",,", ",nan,").replace(",,", ",nan,")
-    try:  # ten times as fast as the other way
-        if kept and text.count(",") == len(lines) * (width - 1):
-            how: Any = {"delimiter": ",", "comments": None, "ndmin": 2}
-            return np.loadtxt(io.StringIO(text), usecols=kept, **how)
-    except ValueError:  # a text
-        pass
-    cells = [[_number(cell) for cell in row] for row in csv.reader(lines)]
-    return np.array(cells).reshape(len(lines), width)[:, kept]
+def _numbers(lines: list[str], kept: Sequence[int]) -> np.ndarray:
+    """The cells of lines in these columns: [columns, lines] float64."""
+    columns = list(zip(*csv.reader(lines), strict=True))
+    cells = [[_number(cell) for cell in columns[i]] for i in kept]
+    return np.array(cells).reshape(len(kept), len(lines))
 
 
 def _number(cell: str) -> float:
