@@ -1,7 +1,4 @@
-"""What a user sees: --help, the state of a run, and how to go on.
-
-The state is a live line on a terminal, else a line in the log every 5 s.
-"""
+"""--help; the state of a run, as a live line or every 5 s in the log; how to go on."""
 
 from __future__ import annotations
 
@@ -137,8 +134,8 @@ class Progress:
     def close(self, status: int) -> None:
         """Prints the next commands, unless an error has ended the run."""
         flags, savedir = self.flags, Run.declared()["savedir"].default
-        python = sys.executable
-        python = "python" if shutil.which("python") == python else python
+        on_path = shutil.which("python") == sys.executable
+        python = "python" if on_path else sys.executable
         run = shlex.quote(flags.xpid)
         if Path(flags.savedir) != Path(savedir).expanduser():
             run += f" --savedir {shlex.quote(flags.savedir)}"
