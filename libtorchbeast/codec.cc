@@ -1,6 +1,7 @@
 #include "codec.h"
 
 #include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/wire_format_lite.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 #include <grpcpp/support/slice.h>
 
@@ -15,6 +16,7 @@ namespace torchbeast {
 namespace {
 
 namespace io = google::protobuf::io;
+using google::protobuf::internal::WireFormatLite;
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "as the wire is");
 
@@ -28,7 +30,6 @@ constexpr uint32_t kArraysTag = bytes_tag(wire::EnvStep::kArraysFieldNumber);
 constexpr uint32_t kFinalTag = bytes_tag(wire::EnvStep::kFinalObservationFieldNumber);
 constexpr uint32_t kTimeTag = number_tag(wire::EnvStep::kEnvNanosecondsFieldNumber);
 constexpr uint32_t kNumberTag = number_tag(wire::EnvStep::kActionNumberFieldNumber);
-constexpr uint32_t kLayoutTag = bytes_tag(wire::AgentAction::kLayoutFieldNumber);
 static_assert(kArraysTag == bytes_tag(wire::AgentAction::kArraysFieldNumber));
 static_assert(kNumberTag == number_tag(wire::AgentAction::kNumberFieldNumber));
 
@@ -51,6 +52,15 @@ uint8_t* write_number(uint64_t number, uint8_t* to) {
 
 uint8_t* write_header(uint32_t tag, size_t size, uint8_t* to) {
   return write_number(size, write_number(tag, to));
+}
+
+// Adds a field, as protobuf does: one that is 0 is left out.
+void add_number(uint32_t tag, uint64_t number, std::string* fields) {
+  if (number == 0) return;
+  uint8_t field[20];
+  const uint8_t* const end = write_number(number, write_number(tag, field));
+  fields->append(reinterpret_cast<const char*>(field),
+                 static_cast<size_t>(end - field));
 }
 
 uint8_t* write_arrays(const std::vector<Array>& arrays, uint8_t* to) {
@@ -84,22 +94,16 @@ grpc::ByteBuffer share(const Array& block, uint8_t* data, size_t size) {
 }  // namespace
 
 RowMessage::RowMessage(uint32_t tag, const std::vector<Array>& arrays,
-                       const std::vector<Array>& final_observation, uint64_t time,
-                       uint64_t number, std::string layout)
+                       const std::vector<Array>& final_observation, std::string rest)
     : tag_(tag),
       arrays_(arrays),
       final_observation_(final_observation),
-      time_(time),
-      number_(number),
-      layout_(std::move(layout)),
+      rest_(std::move(rest)),
       size_(bytes_of(arrays)),
       final_size_(bytes_of(final_observation)),
-      body_(header_size(size_) + size_) {
-  if (final_size_ > 0) body_ += header_size(final_size_) + final_size_;
-  if (time_ > 0) body_ += header_size(time_);
-  if (number_ > 0) body_ += header_size(number_);
-  if (!layout_.empty()) body_ += header_size(layout_.size()) + layout_.size();
-}
+      body_(header_size(size_) + size_ +
+            (final_size_ > 0 ? header_size(final_size_) + final_size_ : 0) +
+            rest_.size()) {}
 
 size_t RowMessage::arrays_begin() const {
   return header_size(body_) + header_size(size_);
@@ -113,29 +117,31 @@ void RowMessage::write(uint8_t* to) const {
   if (final_size_ > 0) {
     to = write_arrays(final_observation_, write_header(kFinalTag, final_size_, to));
   }
-  if (time_ > 0) to = write_number(time_, write_number(kTimeTag, to));
-  if (number_ > 0) to = write_number(number_, write_number(kNumberTag, to));
-  if (!layout_.empty()) {
-    to = write_header(kLayoutTag, layout_.size(), to);
-    std::memcpy(to, layout_.data(), layout_.size());
-  }
+  std::memcpy(to, rest_.data(), rest_.size());
 }
 
 RowMessage step_message(const EnvRow& row) {
-  return {kStepTag,          row.arrays, row.final_observation, row.env_nanoseconds,
-          row.action_number, ""};
+  std::string rest;
+  add_number(kTimeTag, row.env_nanoseconds, &rest);
+  add_number(kNumberTag, row.action_number, &rest);
+  return {kStepTag, row.arrays, row.final_observation, std::move(rest)};
 }
 
 RowMessage action_message(const std::vector<Array>& action, uint64_t number,
                           bool with_layout) {
   static const std::vector<Array> none;
-  wire::Field layout;
+  std::string rest;
+  add_number(kNumberTag, number, &rest);
   if (with_layout) {
     const ArraySpec spec = action.at(0).spec();
-    layout.set_dtype(static_cast<wire::DType>(spec.dtype));
-    for (int64_t dim : spec.shape.tail()) layout.add_shape(static_cast<uint64_t>(dim));
+    wire::AgentAction more;
+    more.mutable_layout()->set_dtype(static_cast<wire::DType>(spec.dtype));
+    for (int64_t dim : spec.shape.tail()) {
+      more.mutable_layout()->add_shape(static_cast<uint64_t>(dim));
+    }
+    rest += more.SerializeAsString();
   }
-  return {kActionTag, action, none, 0, number, layout.SerializeAsString()};
+  return {kActionTag, action, none, std::move(rest)};
 }
 
 grpc::ByteBuffer encode(const RowMessage& message, MemoryPool& pool) {
@@ -199,26 +205,6 @@ int read_length(io::CodedInputStream& in) {
   return length;
 }
 
-void skip_field(io::CodedInputStream& in, uint32_t tag) {
-  uint64_t number;
-  bool is_good = false;
-  switch (tag & 7) {
-    case 0:
-      is_good = in.ReadVarint64(&number);
-      break;
-    case 1:
-      is_good = in.Skip(8);
-      break;
-    case 2:
-      is_good = in.Skip(read_length(in));
-      break;
-    case 5:
-      is_good = in.Skip(4);
-      break;
-  }
-  if (!is_good || tag >> 3 == 0) malformed();
-}
-
 template <typename Message>
 Message parse(grpc::ByteBuffer* buffer, int64_t most = kMaxHelloBytes) {
   checked_size(*buffer, most);
@@ -279,8 +265,8 @@ bool read_message(grpc::ByteBuffer* message, uint32_t only, const F& take_arrays
     if (tag == kArraysTag) {
       take_arrays(in, read_length(in));
       has_arrays = true;
-    } else if (!read_field(in, tag)) {
-      skip_field(in, tag);
+    } else if (!read_field(in, tag) && !WireFormatLite::SkipField(&in, tag)) {
+      malformed();
     }
   }
   if (!has_arrays) take_arrays(in, 0);
@@ -307,16 +293,16 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
                                        const StreamSpec& spec, MemoryPool& pool,
                                        EnvRow* row) {
   // The first arrays of a step, once their size is right.
-  const auto make = [&](size_t count, int size, const char* what) {
-    size_t bytes = 0;
-    for (size_t i = 0; i < count; ++i) bytes += spec.arrays[i].num_bytes();
+  const auto make = [&](size_t count, size_t bytes, int size, const char* what) {
     check_size(size, bytes, what);
     std::vector<Array> arrays;
     for (size_t i = 0; i < count; ++i) arrays.push_back(pool.allocate(spec.arrays[i]));
     return arrays;
   };
   const auto read_step = [&](io::CodedInputStream& in, int size) {
-    if (row->arrays.empty()) row->arrays = make(spec.arrays.size(), size, "step");
+    if (row->arrays.empty()) {
+      row->arrays = make(spec.arrays.size(), spec.step_bytes, size, "step");
+    }
     read_arrays(in, size, row->arrays, "step");
   };
   const auto read_field = [&](io::CodedInputStream& in, uint32_t tag) {
@@ -324,8 +310,8 @@ std::optional<std::string> decode_step(grpc::ByteBuffer* message,
       row->final_observation.clear();
       const int size = read_length(in);
       if (size == 0) return true;
-      row->final_observation =
-          make(spec.num_observation_arrays, size, "final_observation");
+      row->final_observation = make(spec.num_observation_arrays, spec.observation_bytes,
+                                    size, "final_observation");
       read_arrays(in, size, row->final_observation, "final_observation");
     } else if (tag == kTimeTag) {
       if (!in.ReadVarint64(&row->env_nanoseconds)) malformed();

@@ -35,9 +35,9 @@ grpc::ByteBuffer encode_error(const std::string& text);
 // sixth less time. REQUIRES: the arrays live as long, and are as a StreamSpec says.
 class RowMessage {
  public:
+  // See below. `rest`: the fields behind the arrays, as they are sent.
   RowMessage(uint32_t tag, const std::vector<Array>& arrays,
-             const std::vector<Array>& final_observation, uint64_t time,
-             uint64_t number, std::string layout);  // see below
+             const std::vector<Array>& final_observation, std::string rest);
 
   size_t num_bytes() const;
   size_t arrays_begin() const;    // bytes before the first array; less than kLine
@@ -46,10 +46,8 @@ class RowMessage {
  private:
   const uint32_t tag_;
   const std::vector<Array>&arrays_, &final_observation_;
-  const uint64_t time_, number_;
-  const std::string layout_;
-  const size_t size_, final_size_;
-  size_t body_;
+  const std::string rest_;
+  const size_t size_, final_size_, body_;
 };
 constexpr size_t kLine = 64;
 

@@ -39,13 +39,9 @@ struct SharedLane::Sizes {
 };
 
 SharedLane::Sizes SharedLane::sizes(const StreamSpec& spec) {
-  size_t action = kActionRoom, step = kStepRoom + spec.step_bytes;
-  spec.action.for_each([&](const ArraySpec& array) { action += array.num_bytes(); });
-  for (size_t i = 0; i < spec.num_observation_arrays; ++i) {  // a final observation
-    step += spec.arrays[i].num_bytes();
-  }
-  action = lines(action);
-  step = lines(step);
+  const size_t action = lines(kActionRoom + spec.action_bytes);
+  // With a final observation.
+  const size_t step = lines(kStepRoom + spec.step_bytes + spec.observation_bytes);
   // A line follows: a number whose last byte changes while it is read goes on there.
   return {action, step, lines(sizeof(Memory)) + action + step + kLine};
 }

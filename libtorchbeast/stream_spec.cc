@@ -26,12 +26,10 @@ void check_most(const std::string& place, uint64_t number, const std::string& un
                     std::to_string(most) + " are allowed");
 }
 
-// A peer's name, for errors: at most 64 bytes, on one line.
+// A peer's name, for errors, which make it printable: at most 64 bytes, on one line.
 std::string quoted(const std::string& name) {
   std::string text = first_bytes(name, 64);
-  for (char& c : text) {
-    if (static_cast<uint8_t>(c) < 0x20 || c == 0x7F) c = '?';
-  }
+  std::replace(text.begin(), text.end(), '\n', '?');
   return '"' + text + (text.size() < name.size() ? "...\"" : "\"");
 }
 
@@ -81,7 +79,8 @@ ArraySpec batched(const ArraySpec& one, int64_t num_envs, const std::string& pla
 
 // The smallest and largest number of a dtype. Of 64 bits, the largest is rounded up.
 std::pair<double, double> range_of(DType dtype) {
-  if (is_float(dtype)) return {-kInfinity, kInfinity};
+  constexpr double kMax = std::numeric_limits<double>::max();
+  if (is_float(dtype)) return {-kMax, kMax};
   if (dtype == DType::kBool) return {0, 1};
   const bool is_signed = dtype == DType::kInt8 || dtype == DType::kInt16 ||
                          dtype == DType::kInt32 || dtype == DType::kInt64;
@@ -174,17 +173,13 @@ class SpaceReader {
       };
       const double low = bound(box.low(), -kInfinity);
       const double high = bound(box.high(), kInfinity);
-      const auto bad = [&](const std::string& why) {
-        refuse(place, "Box with bounds " + std::to_string(low) + " to " +
-                          std::to_string(high) + " of element " + std::to_string(i) +
-                          "; " + why);
-      };
-      if (!(low <= high)) bad("low must be at most high");  // also if one is NaN
-      if (low == kInfinity || high == -kInfinity) bad("nothing lies between");
-      for (const double x : {low, high}) {
-        if (std::isinf(x) || (x >= lowest && x <= highest)) continue;
-        bad(std::string("one is outside of the dtype, ") + dtype_name(one.dtype));
-      }
+      const bool is_low = low == -kInfinity || (low >= lowest && low <= highest);
+      const bool is_high = high == kInfinity || (high >= lowest && high <= highest);
+      if (is_low && is_high && low <= high) continue;  // neither is NaN
+      refuse(place, "Box with bounds " + std::to_string(low) + " to " +
+                        std::to_string(high) + " of element " + std::to_string(i) +
+                        "; low must be at most high, and numbers of " +
+                        dtype_name(one.dtype) + " or infinite");
     }
     return leaf(one, is_float(one.dtype) ? finite() : ValueRule(), place);
   }
@@ -360,17 +355,14 @@ StreamSpec::StreamSpec(const wire::EnvHello& hello) : num_envs(hello.num_envs())
 
   check_most("hello", arrays.size(), "arrays per step", kMaxArrays);
   // The largest messages: what they hold besides the arrays takes less than 64 bytes.
-  size_t observation_bytes = 0;
-  size_t action_bytes = has_action_space ? 0 : 1;  // else each action is checked
   for (size_t i = 0; i < arrays.size(); ++i) {
     step_bytes += arrays[i].num_bytes();
     if (i < num_observation_arrays) observation_bytes += arrays[i].num_bytes();
   }
   action.for_each([&](const ArraySpec& spec) { action_bytes += spec.num_bytes(); });
-  for (const auto& [place, bytes] : {std::pair("observation", observation_bytes),
-                                     std::pair("action", action_bytes)}) {
-    if (bytes == 0) refuse(place, "the space has no array with an element");
-  }
+  const std::string nothing = "the space has no array with an element";
+  if (observation_bytes == 0) refuse("observation", nothing);
+  if (has_action_space && action_bytes == 0) refuse("action", nothing);
   const size_t final_bytes = truncated ? observation_bytes : 0;
   for (const auto& [what, bytes] : {std::pair("a step", step_bytes + final_bytes),
                                     std::pair("an action", action_bytes)}) {

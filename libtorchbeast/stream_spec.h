@@ -61,10 +61,11 @@ struct StreamSpec {
                                    // are the names of the fields
   std::vector<ValueRule> rules;    // of the arrays
   size_t num_observation_arrays = 0;
-  std::optional<size_t> truncated, game_over;  // the fields of these names, if any
-  size_t step_bytes = 0;                       // of all arrays
+  std::optional<size_t> truncated, game_over;    // the fields of these names, if any
+  size_t step_bytes = 0, observation_bytes = 0;  // of all arrays; of the first
   bool has_action_space = false;  // else actions are arrays of any kind, and say which
   SpecNest action;                // [E, ...], with an action space
+  size_t action_bytes = 0;
 
   // Throws WireError if the hello breaks a rule or exceeds a limit.
   explicit StreamSpec(const wire::EnvHello& hello);

@@ -38,8 +38,8 @@ inline size_t printable_size(const std::string& text, size_t i) {
     code = code << 6 | (byte(i + k) & 0x3f);
   }
   constexpr unsigned kLeast[] = {0, 0, 0xa0, 0x800, 0x10000};
-  const bool is_character = first >= 0xc2 && code >= kLeast[size] && code < 0x110000 &&
-                            (code < 0xd800 || code > 0xdfff);
+  const bool is_character = first >= 0xc2 && first <= 0xf4 && code >= kLeast[size] &&
+                            code < 0x110000 && (code < 0xd800 || code > 0xdfff);
   const bool is_format = (code >= 0x200e && code <= 0x200f) ||
                          (code >= 0x2028 && code <= 0x202e) ||
                          (code >= 0x2066 && code <= 0x2069);

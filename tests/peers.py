@@ -185,7 +185,7 @@ def tuple_of(*items):
 OBSERVATIONS = {
     "low above high": (box("FLOAT32", [2], [1], [0]), "low must be at most high"),
     "NaN as bound": (box("FLOAT32", [2], [NAN], [1]), "low must be at most high"),
-    "below uint8": (box("UINT8", [2], [-1], [255]), "outside of the dtype, uint8"),
+    "below uint8": (box("UINT8", [2], [-1], [255]), "numbers of uint8"),
     "Box of 2**60": (box("UINT8", [2**60]), "1152921504606846976 elements in"),
     "n below 0": (discrete(-5), "n is -5, must be 1 or more"),
     "start + n": (discrete(2, 2**63 - 1), "exceed -2^53 to 2^53"),

@@ -198,7 +198,8 @@ TEST(Codec, OtherFormsOfAStepAreReadAsProtobufDoes) {
   const std::string arrays(kStepBytes, '\1'), others(kStepBytes, '\0');
   const std::string final_observation(33, '\1');
   const std::string unknown = number(4, 1) + bytes(15, "later") + tag(99, 1) +
-                              "12345678" + tag(536870911, 5) + "1234";
+                              "12345678" + tag(9, 3) + number(8, 1) + tag(9, 4) +
+                              tag(536870911, 5) + "1234";
   for (const std::string& step :
        {bytes(1, arrays), unknown + bytes(1, arrays) + unknown,
         number(3, 5) + unknown + bytes(2, final_observation) + bytes(1, arrays),
@@ -247,7 +248,8 @@ TEST(Codec, RefusesWithAReason) {
       {bytes(2, bytes(1, good)) + number(9, 9), malformed},
       {bytes(2, bytes(1, good)) + bytes(2, bytes(1, good)), malformed},
       {bytes(2, number(1, 1)), "step: 0 bytes, and the spaces of the hello make 87"},
-      {bytes(2, tag(9, 3) + tag(9, 4)), malformed},  // a group
+      {bytes(2, tag(9, 3)), malformed},  // a group without an end
+      {bytes(2, tag(9, 4)), malformed},
       {bytes(2, tag(9, 7)), malformed},
       {bytes(2, number(0, 1)), malformed},
       {bytes(2, tag(9, 1) + "1234567"), malformed},

@@ -76,6 +76,14 @@ void add_setting(wire::EnvHello* hello, const std::string& name,
   setting->set_value(value);
 }
 
+TEST(Text, OnlyCharactersOfUtf8ArePrintable) {
+  EXPECT_EQ(printable("\xF4\x8F\xBF\xBF"), "\xF4\x8F\xBF\xBF");
+  for (const std::string first : {"\xF5", "\xF8", "\xFC"}) {
+    EXPECT_EQ(printable(first + "\x80\x80\x80").find(first), std::string::npos);
+  }
+  EXPECT_EQ(printable("a\n\x1b[2J"), "a\n  | \\x1b[2J");
+}
+
 // --- What a hello announces ----------------------------------------------------------
 
 TEST(StreamSpecTest, ListsAStepsArraysInOrder) {
@@ -411,16 +419,14 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
             "Box with 5 values in high; allowed are 0, 1 or 4, the number of elements");
   EXPECT_EQ(inside(bounded({2}, {3, 3, 1, 3})),
             "Box with bounds 2.000000 to 1.000000 of element 2; low must be at most "
-            "high");
-  EXPECT_EQ(inside(bounded({std::nan("")}, {})),
-            "Box with bounds nan to inf of element 0; low must be at most high");
+            "high, and numbers of float32 or infinite");
+  EXPECT_NE(reason(bounded({std::nan("")}, {})), "accepted");
+  EXPECT_NE(reason(bounded({}, {std::nan("")})), "accepted");
   wire::Space no_elements = box(wire::FLOAT32, {0});
   no_elements.mutable_box()->add_low(1);
   EXPECT_EQ(reason(tuple({no_elements, discrete(2)})), "accepted");
-  EXPECT_EQ(inside(bounded({inf}, {})),
-            "Box with bounds inf to inf of element 0; nothing lies between");
-  EXPECT_EQ(inside(bounded({}, {-inf})),
-            "Box with bounds -inf to -inf of element 0; nothing lies between");
+  EXPECT_NE(reason(bounded({inf}, {})), "accepted");
+  EXPECT_NE(reason(bounded({}, {-inf})), "accepted");
   EXPECT_EQ(reason(bounded({-1e300}, {1e300})), "accepted");
   // What the dtype can't hold.
   const auto of = [&](wire::DType dtype, double low, double high) {
@@ -431,8 +437,8 @@ TEST(SpaceSpec, RefusesNamingThePlace) {
   };
   EXPECT_EQ(of(wire::UINT8, 0, 255), "accepted");
   EXPECT_EQ(of(wire::UINT8, -1, 255),
-            "observation: Box with bounds -1.000000 to 255.000000 of element 0; one is "
-            "outside of the dtype, uint8");
+            "observation: Box with bounds -1.000000 to 255.000000 of element 0; low "
+            "must be at most high, and numbers of uint8 or infinite");
   const double p63 = std::ldexp(1, 63), p64 = std::ldexp(1, 64);
   struct {
     wire::DType dtype;
