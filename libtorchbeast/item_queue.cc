@@ -23,31 +23,35 @@ std::string entries(int64_t number, size_t dim) {
          " along dimension " + std::to_string(dim);
 }
 
-// The array's entries along the batch dimension.
-int64_t num_entries(const Array& array, const nest::Place& place, size_t dim) {
-  if (array.shape().size() > dim) return array.shape()[dim];
-  bad_array(array, place,
-            "has no dimension " + std::to_string(dim) + ", the batch dimension");
+// Checks that every array has `width` entries along the batch dimension, as `other` has
+// them; 0: as many as the first. Returns how many.
+int64_t check_entries(const ArrayNest& nest, const char* name, size_t dim,
+                      int64_t width, const char* other) {
+  nest.for_each([&](const Array& array, const nest::Place& place) {
+    if (array.shape().size() <= dim) {
+      bad_array(array, place,
+                "has no dimension " + std::to_string(dim) + ", the batch dimension");
+    }
+    const int64_t size = array.shape()[dim];
+    if (width == 0) width = size;
+    if (size == width && size > 0) return;
+    bad_array(array, place,
+              entries(size, dim) + (width == 0 ? ": 1 is needed"
+                                               : std::string(", but ") + other +
+                                                     " has " + std::to_string(width)));
+  });
+  if (nest.empty()) {
+    throw std::invalid_argument(std::string(name) + " without any array (" +
+                                nest.describe() + "): there must be at least one");
+  }
+  return width;
 }
 
 // Checks an item by itself; returns its entries along the batch dimension.
 int64_t check_item(const ArrayNest& item, const BatchingOptions& options) {
   const size_t dim = options.batch_dim;
-  int64_t width = 0;
-  item.for_each([&](const Array& array, const nest::Place& place) {
-    const int64_t size = num_entries(array, place, dim);
-    if (width == 0) width = size;
-    if (size < 1) bad_array(array, place, entries(size, dim) + ": 1 is needed");
-    if (size == width) return;
-    bad_array(array, place,
-              entries(size, dim) + ", but the item's first array has " +
-                  std::to_string(width));
-  });
-  if (width == 0) {
-    throw std::invalid_argument(
-        "an item without any array (" + item.describe() +
-        "): its arrays say how many entries along the batch dimension it has");
-  }
+  const int64_t width =
+      check_entries(item, "an item", dim, 0, "the item's first array");
   if (width > options.maximum_batch_size) {
     throw std::invalid_argument("an item " + entries(width, dim) +
                                 ", more than a whole batch: at most " +
@@ -107,18 +111,8 @@ ArrayNest throw_closed() { throw ClosedBatchingQueue("the queue is closed"); }
 
 void check_outputs(const ArrayNest& outputs, int64_t width,
                    const BatchingOptions& options) {
-  const size_t dim = options.batch_dim;
-  outputs.for_each([&](const Array& array, const nest::Place& place) {
-    const int64_t size = num_entries(array, place, dim);
-    if (size == width) return;
-    bad_array(array, place,
-              entries(size, dim) + ", but the batch that it answers has " +
-                  std::to_string(width));
-  });
-  if (outputs.empty()) {
-    throw std::invalid_argument("outputs without any array (" + outputs.describe() +
-                                "): there must be at least one");
-  }
+  check_entries(outputs, "outputs", options.batch_dim, width,
+                "the batch that it answers");
 }
 
 ItemQueue::ItemQueue(BatchingOptions options)
@@ -127,8 +121,8 @@ ItemQueue::ItemQueue(BatchingOptions options)
 ItemQueue::Pushed ItemQueue::push(ArrayNest nest, OnDone on_done, OnRoom on_room) {
   const int64_t width = check_item(nest, options_);
   Item item{std::move(nest), width};
-  std::list<InLine> own;  // takes memory before the lock
-  if (on_room) own.push_back({std::move(on_room)});
+  std::list<OnRoom> own;  // takes memory before the lock
+  if (on_room) own.push_back(std::move(on_room));
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   if (closed_) throw_closed();
@@ -142,21 +136,16 @@ ItemQueue::Pushed ItemQueue::push(ArrayNest nest, OnDone on_done, OnRoom on_room
   added.arrival = Clock::now();
   added.call = Call(std::move(on_done));
   num_entries_ += added.width;
-  if (!pushed.has_room && !own.empty()) {
-    own.front().number = added.number;
-    line_.splice(line_.end(), own);
-  }
+  if (!pushed.has_room) added.on_room.swap(own);
   // An item that only joins an incomplete batch changes nothing for consumers.
   if (is_complete() || items_.size() == 1) wake.consumer = needs_consumer();
   return pushed;
 }
 
 void ItemQueue::admit(WakeUps& wake) {
-  if (line_.empty()) return;
-  const size_t most = *options_.maximum_queue_size;
-  const size_t stays = items_.size() > most ? items_.size() - most : 0;
-  while (line_.size() > stays) {
-    wake.producers.splice(wake.producers.end(), line_, line_.begin());
+  const size_t most = options_.maximum_queue_size.value_or(0);
+  for (size_t i = 0; i < std::min(most, items_.size()); ++i) {
+    wake.producers.splice(wake.producers.end(), items_[i].on_room);
   }
 }
 
@@ -194,6 +183,7 @@ std::vector<Item> ItemQueue::take(const Interrupt& interrupt, uint64_t* in_fligh
     for (; number > 0; --number) {
       batch.push_back(std::move(items_.front()));
       if (calls != nullptr) calls->push_back(std::move(batch.back().call));
+      wake.producers.splice(wake.producers.end(), batch.back().on_room);
       items_.pop_front();
     }
     num_entries_ -= num_entries;
@@ -215,7 +205,6 @@ Calls ItemQueue::claim(uint64_t batch) {
 
 void ItemQueue::withdraw(uint64_t number) {
   Item withdrawn;
-  std::list<InLine> left;
   WakeUps wake(*this);
   MutexLock lock(mutex_);
   const auto item = std::find_if(items_.begin(), items_.end(), [&](const Item& item) {
@@ -225,10 +214,6 @@ void ItemQueue::withdraw(uint64_t number) {
   withdrawn = std::move(*item);
   items_.erase(item);
   num_entries_ -= withdrawn.width;
-  const auto place = std::find_if(line_.begin(), line_.end(), [&](const InLine& other) {
-    return other.number == number;
-  });
-  if (place != line_.end()) left.splice(left.end(), line_, place);
   admit(wake);
 }
 
@@ -281,8 +266,10 @@ bool ItemQueue::close() {
     closed_ = true;
     dropped.swap(items_);
     in_flight.swap(in_flight_);
-    wake.producers.swap(line_);
     num_entries_ = 0;
+    for (Item& item : dropped) {
+      wake.producers.splice(wake.producers.end(), item.on_room);
+    }
   }
   consumers_.notify_all();
   for (Item& item : dropped) item.call.finish(throw_closed);

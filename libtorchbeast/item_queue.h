@@ -53,7 +53,8 @@ struct Item {
   int64_t width = 1;  // entries along the batch dimension
   uint64_t number = 0;
   Clock::time_point arrival{};
-  Call call{};  // of nobody in a BatchingQueue
+  Call call{};                  // of nobody in a BatchingQueue
+  std::list<OnRoom> on_room{};  // one while the item is beyond the maximum
 };
 
 // Thread-safe. Nobody waits for room in it: an item that comes while it is full is
@@ -102,28 +103,23 @@ class ItemQueue {
   BatchingStats stats() const;
 
  private:
-  // A producer whose item has no room yet.
-  struct InLine {
-    OnRoom on_room;
-    uint64_t number = 0;  // of the item
-  };
   // Wakes and tells when it ends: declared before the lock is taken, that is after
   // unlocking.
   struct WakeUps {
     explicit WakeUps(ItemQueue& q) : queue(q) {}
     ~WakeUps() {
       if (consumer) queue.consumers_.notify_one();
-      for (const InLine& producer : producers) producer.on_room(is_open);
+      for (const OnRoom& on_room : producers) on_room(is_open);
     }
     WakeUps(const WakeUps&) = delete;
 
     ItemQueue& queue;
     bool consumer = false;
-    std::list<InLine> producers{};
+    std::list<OnRoom> producers{};
     bool is_open = true;
   };
 
-  // Takes out of the line those who have room now.
+  // Tells the producers of items that have room now.
   void admit(WakeUps& wake) TB_REQUIRES(mutex_);
   bool has_room() const TB_REQUIRES(mutex_) {
     return !options_.maximum_queue_size || items_.size() < *options_.maximum_queue_size;
@@ -159,8 +155,6 @@ class ItemQueue {
   size_t idle_consumers_ TB_GUARDED_BY(mutex_) = 0;
   // A consumer was woken and none has looked at the items since.
   bool consumer_called_ TB_GUARDED_BY(mutex_) = false;
-  // Of the newest items: those beyond the maximum, unless nobody asks about their room.
-  std::list<InLine> line_ TB_GUARDED_BY(mutex_);
   uint64_t num_added_ TB_GUARDED_BY(mutex_) = 0;
   // The batches that wait for an answer, by the number of their first item.
   std::map<uint64_t, Calls> in_flight_ TB_GUARDED_BY(mutex_);

@@ -105,7 +105,7 @@ TEST_F(BatchingQueueTest, AllocatorGivesTheMemory) {
   options.allocator = [&](size_t num_bytes) {
     EXPECT_LE(num_bytes, pinned.size());
     ++num_blocks;
-    return MemoryPool::Block{pinned.data(), nullptr};
+    return MemoryPool::Block(std::shared_ptr<void>(), pinned.data());
   };
   BatchingQueue queue(options);
   const ArrayNest one = item(4, 17);
@@ -282,6 +282,19 @@ TEST_F(BatchingQueueTest, OfferNeverWaitsAndTellsOfRoom) {
   EXPECT_EQ(told, (Texts{"2 has room", "3 has room", "4 is too late"}));
   EXPECT_THROW(offer(5), ClosedBatchingQueue);
   EXPECT_EQ(told.size(), 3u);
+}
+
+TEST_F(BatchingQueueTest, ABatchTellsThoseInLineWhomItTakes) {
+  BatchingOptions options = batch_sizes(1, 4);
+  options.maximum_queue_size = 1;
+  BatchingQueue queue(options);
+  int num_told = 0;
+  for (int64_t i : {0, 1, 2}) {
+    const auto tell = [&num_told](bool is_open) { num_told += is_open ? 1 : 100; };
+    EXPECT_EQ(queue.offer(numbered({1, 1}, i), tell), i == 0);
+  }
+  queue.dequeue();
+  EXPECT_EQ(num_told, 2);
 }
 
 // Neither those who wait nor those who are told push the others back.
