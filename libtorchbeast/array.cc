@@ -120,8 +120,14 @@ Array Array::with_leading_one() const {
 // Blocks come in classes, four to each power of two, so that batches whose size varies
 // find blocks to use again.
 struct MemoryPool::State {
-  explicit State(Allocator allocator) : allocate(std::move(allocator)) {}
+  explicit State(Allocator allocator)
+      : allocate(allocator ? std::move(allocator) : ordinary_block) {}
 
+  static Block ordinary_block(size_t size) {
+    void* const data = std::aligned_alloc(64, (size + 63) / 64 * 64);
+    if (data == nullptr) throw std::bad_alloc();
+    return {static_cast<uint8_t*>(data), std::free};
+  }
   static size_t size_class(size_t num_bytes) {
     size_t power = 64;
     while (power < num_bytes) power *= 2;
@@ -167,22 +173,15 @@ Array MemoryPool::allocate(const ArraySpec& spec) {
       state_->total = state_->in_use;
     }
   }
-  if (block.data == nullptr) {
+  if (block == nullptr) {
     // With no lock held: the allocator may want Python's.
-    if (state_->allocate) {
-      block = state_->allocate(size);
-    } else {
-      void* data = std::aligned_alloc(64, (size + 63) / 64 * 64);
-      if (data == nullptr) throw std::bad_alloc();
-      block.data = static_cast<uint8_t*>(data);
-      block.owner = std::shared_ptr<void>(data, std::free);
-    }
+    block = state_->allocate(size);
     MutexLock lock(state_->mutex);
     state_->total += size;
     state_->in_use += size;
     state_->peak = std::max(state_->peak, state_->in_use);
   }
-  uint8_t* data = block.data;
+  uint8_t* data = block.get();
   // Hands the block back, or lets it go if the pool is gone.
   std::shared_ptr<void> owner(data,
                               [block = std::move(block), size,

@@ -133,10 +133,7 @@ using SpecNest = nest::Nest<ArraySpec>;
 // own, as a GPU's from pinned memory, keep the array until the copy is done.
 class MemoryPool {
  public:
-  struct Block {
-    uint8_t* data = nullptr;
-    std::shared_ptr<void> owner;
-  };
+  using Block = std::shared_ptr<uint8_t>;
   // Makes a block of at least this many bytes; nullptr: ordinary memory, aligned to 64
   // bytes. Python hands in pinned memory here.
   using Allocator = std::function<Block(size_t num_bytes)>;

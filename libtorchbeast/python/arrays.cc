@@ -202,7 +202,7 @@ MemoryPool::Allocator allocator_from_python(std::shared_ptr<Callback> function) 
       throw py::value_error("the allocator's memory is not aligned to " +
                             std::to_string(alignof(double)) + " bytes");
     }
-    return MemoryPool::Block{data, keep(std::move(view))};
+    return MemoryPool::Block(keep(std::move(view)), data);
   };
 }
 

@@ -158,7 +158,7 @@ TEST_F(ArrayTest, ArraysOutliveTheirPool) {
       auto memory = std::make_shared<std::vector<uint8_t>>(num_bytes);
       uint8_t* data = memory->data();
       std::shared_ptr<void> owner(data, [&freed, memory](void*) { ++freed; });
-      return MemoryPool::Block{data, owner};
+      return MemoryPool::Block(owner, data);
     });
     array = pool.allocate({DType::kInt32, {3}});
     pool.allocate({DType::kInt32, {3}});
