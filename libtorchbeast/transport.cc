@@ -121,11 +121,6 @@ void check_security(const Address& address, const Security& security) {
     }
     return;
   }
-  if (security.cert.empty() != security.key.empty()) {
-    throw std::invalid_argument(
-        std::string("a TLS certificate and its key go together, and the ") +
-        (security.key.empty() ? "key" : "certificate") + " is missing");
-  }
   if (!security.uses_tls() && !security.insecure && !address.is_loopback()) {
     throw std::invalid_argument(
         address.to_string() +
@@ -230,59 +225,32 @@ void keep_protobuf_quiet() {
 
 // gRPC's error messages. A peer can cause thousands, so one of each place in gRPC's
 // code is printed per kLogPeriod. Thread-safe.
-class GrpcLog {
- public:
-  void add(const char* file, int line, const std::string& message) TB_EXCLUDES(mutex_) {
-    constexpr std::chrono::seconds kLogPeriod{60};
-    const char* const name = std::strrchr(file, '/');
-    const std::string place =
-        std::string(name == nullptr ? file : name + 1) + ":" + std::to_string(line);
-    const auto now = Clock::now();
-    MutexLock lock(mutex_);
-    Seen& seen = seen_[place];
-    if (seen.printed != Clock::time_point() && now - seen.printed < kLogPeriod) {
-      ++seen.more;
-      return;
-    }
-    print(place + ": " + printable(shortened(message, 1000)), &seen.more);
-    seen.printed = now;
+void print_some(gpr_log_func_args* args) {
+  constexpr Milliseconds kLogPeriod{60'000};
+  // Never destroyed, as the quota.
+  static auto* const mutex = new Mutex;
+  static auto* const printed = new std::map<std::string, Clock::time_point>;
+  const char* const name = std::strrchr(args->file, '/');
+  const std::string place = std::string(name == nullptr ? args->file : name + 1) + ":" +
+                            std::to_string(args->line);
+  {
+    MutexLock lock(*mutex);
+    const auto [seen, is_new] = printed->emplace(place, Clock::now());
+    if (!is_new && !is_longer(Clock::now() - seen->second, kLogPeriod)) return;
+    seen->second = Clock::now();
   }
-  void close() TB_EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    for (auto& [place, seen] : seen_) {
-      if (seen.more > 0) print(place, &seen.more);
-    }
-  }
-
- private:
-  static void print(const std::string& text, uint64_t* more) {
-    const std::string count = std::to_string(std::exchange(*more, 0));
-    std::cerr << "libtorchbeast: gRPC, " + text +
-                     (count == "0" ? "" : " (and " + count + " more of these)") + "\n"
-              << std::flush;
-  }
-  struct Seen {
-    Clock::time_point printed;
-    uint64_t more = 0;  // since then
-  };
-  Mutex mutex_;
-  std::map<std::string, Seen> seen_ TB_GUARDED_BY(mutex_);
-};
-
-GrpcLog& grpc_log() {
-  static GrpcLog* const log = new GrpcLog;  // never destroyed, as the quota
-  return *log;
+  std::cerr << "libtorchbeast: gRPC, " + place + ": " +
+                   printable(shortened(args->message, 1000)) + "\n"
+            << std::flush;
 }
 
 void limit_log() {
-  static const int once = [] {
+  static const bool once = [] {
     keep_protobuf_quiet();
     const char* const wanted = std::getenv("GRPC_VERBOSITY");
-    if (wanted != nullptr && std::strcmp(wanted, "DEBUG") == 0) return 0;
-    gpr_set_log_function([](gpr_log_func_args* args) {
-      grpc_log().add(args->file, args->line, args->message);
-    });
-    return std::atexit([] { grpc_log().close(); });
+    const bool is_debug = wanted != nullptr && std::strcmp(wanted, "DEBUG") == 0;
+    if (!is_debug) gpr_set_log_function(print_some);
+    return true;
   }();
   static_cast<void>(once);
 }

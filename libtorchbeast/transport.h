@@ -91,9 +91,9 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const Address& addre
 // notice a cut network within half a minute. The quota bounds the memory of messages
 // that are on their way; beyond it gRPC cuts streams. All dialled connections of the
 // process share one; a server has its own. gRPC's own sizes of frames and windows are
-// as fast as larger ones. gRPC's error messages are printed once in a while, and
-// counted, for the whole process: gRPC has one log. GRPC_VERBOSITY=DEBUG
-// leaves it alone.
+// as fast as larger ones. Of gRPC's error messages, one of a kind is printed per
+// minute, for the whole process: gRPC has one log. GRPC_VERBOSITY=DEBUG leaves it
+// alone.
 grpc::ChannelArguments channel_arguments(const Address& address);
 void set_arguments(const Address& address, grpc::ResourceQuota* quota,
                    grpc::ServerBuilder* builder);
