@@ -107,10 +107,10 @@ struct ActorPoolStats {
   std::string last_error;
 };
 
-struct PoolStreams;  // see pool_streams.h
+class PoolStreams;  // see pool_streams.h
 
-// Thread-safe. Owns the threads of the streams that it dials: one for each that goes
-// through gRPC alone. Those of joined streams are the listener's.
+// Thread-safe. Owns the threads of the streams that it dials, one for each. Those of
+// joined streams are the listener's.
 class ActorPool {
  public:
   // `initial_agent_state`: nest of [layers, n, ...], n = 1 (the same for every

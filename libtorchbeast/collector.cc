@@ -1,9 +1,12 @@
 #include "collector.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "end.h"
 #include "shared_pages.h"
@@ -12,19 +15,49 @@
 
 namespace torchbeast {
 
+namespace {
+
+// The one of this process, which has a thread while there are sessions. Thread-safe.
+class Collector {
+ public:
+  static Collector& instance();
+  Collector(const Collector&) = delete;
+
+  // Steps the environments of a session, whose connection has a lane, until that ends.
+  // Throws an error of this side, or what its `interrupt` throws; returns if
+  // EnvSession::receive() says why no step comes, or there is one after all. Nobody
+  // touches the session or the unroll then. Throws TransportError if the system refuses
+  // a thread. REQUIRES: the newest row has its action.
+  void run(EnvSession* session, Unroll* unroll, const OnStep& on_step)
+      TB_EXCLUDES(mutex_);
+
+ private:
+  class Running;
+  using RunningList = std::vector<std::shared_ptr<Running>>;
+
+  Collector() = default;
+  void add(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
+  void remove(const Running* running) TB_EXCLUDES(mutex_);
+  void collect() TB_EXCLUDES(mutex_);
+
+  Mutex mutex_;
+  // Copied by the collector's thread if its version has changed.
+  RunningList running_ TB_GUARDED_BY(mutex_);
+  std::atomic<uint64_t> version_{0};
+  bool has_thread_ TB_GUARDED_BY(mutex_) = false;
+};
+
 // A session in the hands of the collector. At each time one thread works on it: who has
 // claimed it.
 class Collector::Running : public std::enable_shared_from_this<Running> {
  public:
-  Running(EnvSession* session, Unroll* unroll, OnStep on_step, OnBack on_back)
-      : session_(*session),
-        unroll_(*unroll),
-        on_step_(std::move(on_step)),
-        on_back_(std::move(on_back)) {}
+  Running(EnvSession* session, Unroll* unroll, OnStep on_step)
+      : session_(*session), unroll_(*unroll), on_step_(std::move(on_step)) {}
 
-  // The first action.
-  void begin() {
+  // Sends the first action, and waits until the session has come back, with this error.
+  std::exception_ptr run() {
     work([this] { step(); });
+    return back_.wait(nullptr);
   }
   // In the collector's thread.
   void look() {
@@ -57,7 +90,7 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
     kStepping,  // the environment has its action
     kWaiting,   // the agent has a question, or the learner has no room
     kWorking,   // a thread has claimed it
-    kBack,      // it belongs to who has started it
+    kBack,      // it belongs to run()
   };
 
   // Whether the caller works on it from here on.
@@ -95,7 +128,7 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
   void come_back(const std::exception_ptr& error) {
     set(kBack);
     instance().remove(this);
-    on_back_(error);
+    back_.set(error);
   }
   void step() {
     session_.send_action(&unroll_);
@@ -159,7 +192,7 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
   EnvSession& session_;
   Unroll& unroll_;
   const OnStep on_step_;
-  const OnBack on_back_;
+  Awaited<std::exception_ptr> back_;
   Clock::time_point waiting_since_;
   Mutex mutex_;
   Phase phase_ TB_GUARDED_BY(mutex_) = kWorking;
@@ -171,12 +204,10 @@ Collector& Collector::instance() {
   return *collector;
 }
 
-void Collector::start(EnvSession* session, Unroll* unroll, OnStep on_step,
-                      OnBack on_back) {
-  const auto running = std::make_shared<Running>(session, unroll, std::move(on_step),
-                                                 std::move(on_back));
+void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) {
+  const auto running = std::make_shared<Running>(session, unroll, on_step);
   add(running);
-  running->begin();
+  if (const std::exception_ptr error = running->run()) std::rethrow_exception(error);
 }
 
 void Collector::add(const std::shared_ptr<Running>& running) {
@@ -224,6 +255,21 @@ void Collector::collect() {
       look_at = Clock::now() + kInterruptPeriod;
     }
     bell.wait(count, kInterruptPeriod);
+  }
+}
+
+}  // namespace
+
+void run_session(EnvSession& session, Unroll& unroll, const OnStep& on_step) {
+  session.act(&unroll);
+  while (true) {
+    if (session.connection().has_lane()) {
+      Collector::instance().run(&session, &unroll, on_step);
+    } else {
+      session.send_action(&unroll);
+    }
+    session.receive(&unroll);
+    on_step(session.act(&unroll));
   }
 }
 

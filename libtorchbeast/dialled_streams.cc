@@ -16,70 +16,16 @@ constexpr char kPeer[] = "the environment server";
 
 }  // namespace
 
-// --- Of run()'s thread
+DialledStreams::DialledStreams(PoolStreams* shared, size_t index)
+    : shared_(*shared),
+      index_(index),
+      address_(shared->options.addresses[index]),
+      thread_([this] { run(); }) {}
 
-DialledStreams::~DialledStreams() {
-  thread_.join();  // may still give a stream to the collector
-  std::exception_ptr error;
-  {
-    MutexLock lock(shared_.mutex);
-    while (place_ == kAway) {
-      shared_.changed.wait_until(shared_.mutex, Clock::now() + kLookPeriod, nullptr);
-    }
-    if (back_) error = *back_;
-  }
-  if (error && end_of(error).kind == End::kFailed) shared_.end(error);
-}
-
-void DialledStreams::attend() {
-  std::optional<std::exception_ptr> back;
-  Place place;
-  {
-    MutexLock lock(shared_.mutex);
-    place = place_;
-    back = back_;
-    if (place_ == kIdle) place_ = kHere;
-  }
-  if (place == kAway) thread_.join();  // it has nothing to do any more
-  if (place != kIdle) return;
+void DialledStreams::run() {
   try {
-    thread_ = Thread([this, back] { run(back); });
-    has_begun_ = true;
-  } catch (const std::exception& error) {
-    {
-      MutexLock lock(shared_.mutex);
-      place_ = kIdle;
-    }
-    if (!has_begun_) throw;
-    if (stream_) stream_->presence.rest();
-    shared_.note(error.what());
-  }
-}
-
-// --- The thread
-
-DialledStreams::Stream::Stream(PoolStreams* shared, const Address& address)
-    : connection(address, shared->options.security, kStreamMethod, kPeer),
-      presence(shared, &connection) {}
-
-void DialledStreams::run(std::optional<std::exception_ptr> back) {
-  try {
-    while (!shared_.closing) {
-      bool is_away = false;
-      const End end = end_of([&] {
-        if (!back) {
-          open();
-        } else if (const auto error = *std::exchange(back, std::nullopt)) {
-          std::rethrow_exception(error);
-        } else {
-          receive_and_act();
-        }
-        hand_over();
-        is_away = true;
-      });
-      if (is_away) return;
-      close(end);
-      act_on(end);
+    while (!shared_.is_closing()) {
+      act_on(end_of([this] { return run_stream(); }));
       shared_.pause(backoff_.next(was_refused_));
     }
   } catch (...) {
@@ -87,90 +33,56 @@ void DialledStreams::run(std::optional<std::exception_ptr> back) {
   }
 }
 
-void DialledStreams::open() {
+End DialledStreams::run_stream() {
   was_connected_ = was_cancelled_ = false;
   num_dropped_ = 0;
-  stream_.emplace(&shared_, address_);
-  DialledConnection& connection = stream_->connection;
+  DialledConnection connection(address_, shared_.options.security, kStreamMethod,
+                               kPeer);
+  PoolStreams::Presence presence(&shared_, &connection);
+  std::optional<Unroll> unroll;
+  const End end = end_of([&] { this->unroll(connection, presence, &unroll); });
+  if (end.kind == End::kOver) return end;
+  // One that hangs, or never makes a step, is not trusted again until it has made one.
+  presence.fail();
+  was_cancelled_ = connection.is_cancelled();
+  const bool has_failed = was_connected_ || was_cancelled_;
+  is_trusted_ = presence.is_proven() || (is_trusted_ && !has_failed);
+  // What a run leaves unfinished when it ends was not lost.
+  if (unroll && !shared_.is_closing()) num_dropped_ = unroll->num_unfinished_steps();
+  shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
+  return end;
+}
+
+void DialledStreams::unroll(DialledConnection& connection,
+                            PoolStreams::Presence& presence,
+                            std::optional<Unroll>* unroll) {
   connection.open();
-  if (is_trusted_) stream_->presence.trust();
+  if (is_trusted_) presence.trust();
   if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
   const wire::EnvHello hello = connection.shake_hands(seeding_, true);
   seeding_.reset();  // used
   answered_before_ = true;
-  EnvSession& session = stream_->session.emplace(&shared_.sessions, &connection, hello,
-                                                 [shared = &shared_] {
-                                                   if (shared->closing) throw_over();
-                                                 });
+  EnvSession session(&shared_.sessions, &connection, hello, [this] {
+    if (shared_.is_closing()) throw_over();
+  });
   // After the session has checked the rules: all others must be as the first.
   shared_.hellos.check(hello, connection.peer());
   const EnvRow first = session.read_row();
-  stream_->unroll.emplace(&shared_.sessions.unrolls, session.spec(), first,
-                          hello.first_step());
-  stream_->presence.connect();
+  unroll->emplace(&shared_.sessions.unrolls, session.spec(), first, hello.first_step());
+  presence.connect();
   was_connected_ = true;
   set_final(false);
   if (connected_before_) shared_.note_return(connection);
   connected_before_ = true;
-  session.act(&*stream_->unroll);
-}
-
-void DialledStreams::receive_and_act() {
-  stream_->session->receive(&*stream_->unroll);
-  on_step(stream_->session->act(&*stream_->unroll));
-}
-
-void DialledStreams::hand_over() {
-  while (!stream_->connection.has_lane()) {
-    stream_->session->send_action(&*stream_->unroll);
-    receive_and_act();
-  }
-  {
-    MutexLock lock(shared_.mutex);
-    place_ = kAway;
-  }
-  const auto come_back = [this](std::exception_ptr error) {
-    MutexLock lock(shared_.mutex);
-    back_ = std::move(error);
-    place_ = kIdle;
-    ++shared_.num_news;
-    shared_.changed.notify_all();
-    shared_.has_news.notify_all();
-  };
-  try {
-    Collector::instance().start(
-        &*stream_->session, &*stream_->unroll,
-        [this](bool finished) { on_step(finished); }, come_back);
-  } catch (...) {  // this thread ends all the same: run() may wait for it
-    come_back(std::current_exception());
-  }
-}
-
-void DialledStreams::on_step(bool finished) {
-  stream_->presence.step(finished);
-  if (finished) backoff_.reset();
-}
-
-void DialledStreams::close(const End& end) {
-  if (stream_ && end.kind != End::kOver) {
-    // One that hangs, or never makes a step, is not trusted again until it has made
-    // one.
-    stream_->presence.fail();
-    was_cancelled_ = stream_->connection.is_cancelled();
-    const bool has_failed = was_connected_ || was_cancelled_;
-    is_trusted_ = stream_->presence.is_proven() || (is_trusted_ && !has_failed);
-    // What a run leaves unfinished when it ends was not lost.
-    if (stream_->unroll && !shared_.closing) {
-      num_dropped_ = stream_->unroll->num_unfinished_steps();
-    }
-    shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
-  }
-  stream_.reset();
+  run_session(session, **unroll, [&](bool finished) {
+    presence.step(finished);
+    if (finished) backoff_.reset();
+  });
 }
 
 void DialledStreams::act_on(const End& end) {
   if (end.kind == End::kFailed) return shared_.end(end.error);
-  if (shared_.closing) return;
+  if (shared_.is_closing()) return;
   const std::string peer = std::string(kPeer) + " at " + address_.to_string();
   Event::Kind kind = Event::kRefused;
   std::string text = end.text;
@@ -218,8 +130,7 @@ void DialledStreams::act_on(const End& end) {
 
 void DialledStreams::set_final(bool is_final) {
   if (std::exchange(is_final_, is_final) == is_final) return;
-  MutexLock lock(shared_.mutex);
-  shared_.num_refusing += is_final ? 1 : -1;
+  shared_.count_refusing(is_final);
 }
 
 }  // namespace torchbeast

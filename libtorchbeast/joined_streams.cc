@@ -1,6 +1,5 @@
 // Streams of environments that have joined at the pool's listener.
 
-#include <exception>
 #include <memory>
 #include <string>
 
@@ -8,28 +7,6 @@
 #include "pool_streams.h"
 
 namespace torchbeast {
-
-namespace {
-
-// Steps the environments of a session; throws how that ends.
-void run_session(EnvSession& session, Unroll& unroll,
-                 const Collector::OnStep& on_step) {
-  session.act(&unroll);
-  while (true) {
-    if (session.connection().has_lane()) {
-      const auto back = std::make_shared<Awaited<std::exception_ptr>>();
-      Collector::instance().start(&session, &unroll, on_step,
-                                  [back](auto error) { back->set(error); });
-      if (const auto error = back->wait(nullptr)) std::rethrow_exception(error);
-    } else {
-      session.send_action(&unroll);
-    }
-    session.receive(&unroll);
-    on_step(session.act(&unroll));
-  }
-}
-
-}  // namespace
 
 // In the stream's thread. The listener notes refusals.
 End PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
@@ -42,12 +19,12 @@ End PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
       end.text = "this learner has no memory for it: " + end.text;
       break;
     case End::kLost:
-      if (closing) break;
+      if (is_closing()) break;
       note(end.text);
       events.add(Event::kLost, end.text);
       break;
     case End::kRaised:
-      if (closing) break;
+      if (is_closing()) break;
       note(end.text);
       events.add(Event::kEnvError, end.text);
       count_failure(end.text, connection.origin());
@@ -65,14 +42,14 @@ End PoolStreams::serve(Connection& connection, const wire::EnvHello& hello) {
 End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hello) {
   Presence presence(this, &connection);
   const Interrupt interrupt = [this] {
-    if (closing || options.listener->is_closed()) throw_over();
+    if (is_closing() || options.listener->is_closed()) throw_over();
   };
   EnvSession session(&sessions, &connection, hello, interrupt);
   // After the session has checked the rules: all others must be as the first.
   hellos.check(hello, connection.peer(), true);
   const uint64_t number = hello.first_step();
   const EnvRow newest = session.read_row();
-  UnrollSlots::Lease lease(&*slots, &connection, hello.stream_id(),
+  UnrollSlots::Lease lease(&*slots_, &connection, hello.stream_id(),
                            is_between_episodes(session.spec(), newest.arrays),
                            interrupt);
   presence.connect();
@@ -102,9 +79,9 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
     run_session(session, *unroll, [&](bool finished) { presence.step(finished); });
   });
   // What a run leaves unfinished when it ends was not lost.
-  lease.end = closing ? End::kOver : end.kind;
+  lease.end = is_closing() ? End::kOver : end.kind;
   if (end.kind == End::kRaised) presence.fail();
-  if (end.kind == End::kBrokeRules && !closing) {
+  if (end.kind == End::kBrokeRules && !is_closing()) {
     presence.fail();
     count_failure(connection.peer() + " breaks the rules: " + end.text,
                   connection.origin());
