@@ -241,12 +241,40 @@ def test_columns_about_games():
 
 def test_the_policy_lag_of_a_long_run():
     """Also where float32 can't tell one update from the next."""
-    learner = make_learner()
+    learner = make_learner("--updates_per_batch", "8")
     batch, _ = make_batch(learner)
     batch["policy_version"][:] = 50_000_000 - 3
+    batch["policy_version"][2, 1] -= T * B
     batch["policy_version"][T] = 0  # acts in the next rollout
     row = torchbeast.learner.count_batch(learner, batch, step=0, newest=50_000_000)
-    assert row["policy_lag"] == 3
+    assert (row["policy_lag"], row["policy_lag_max"]) == (4, T * B + 3)
+    assert row["policy_lag_batches"] == 4 / 8
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--rollouts", "episode"),
+        ("--updates_per_batch", "4", "--minibatches", "2", "--use_lstm"),
+    ],
+)
+def test_steps_beyond_the_max_policy_lag_do_not_count(more):
+    """A batch is judged once, before its first update, each step by its own age."""
+    versions = np.random.default_rng(3).integers(2, 11, size=(T + 1, B))
+    counts = torch.tensor(10 - versions <= 3)
+    learners = make_learner(*more, "--max_policy_lag", "3"), make_learner(*more)
+    batch, state = make_batch(learners[0])
+    batch["policy_version"].copy_(torch.tensor(versions))
+    rows = []
+    for learner, masks in zip(learners, ({}, {"valid": counts}), strict=True):
+        learner.num_updates = 10
+        torch.manual_seed(5)
+        rows.append(learn(learner, batch | masks, state).finish())
+    shares = [row.pop("frac_too_old") for row in rows]
+    assert shares == pytest.approx([1 - counts[:T].double().mean().item(), 0])
+    assert rows[0] == rows[1]
+    models = (x.model.state_dict() for x in learners)
+    torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
 @LSTM

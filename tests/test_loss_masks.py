@@ -45,6 +45,11 @@ def test_a_masked_step_does_not_count():
     assert stats["entropy"].item() == pytest.approx(entropy[counted].mean())
     values = outputs["baseline"][:-1][counted]
     assert stats["mean_value"].item() == pytest.approx(values.mean())
+    log_mu = log_softmax(batch["policy_logits"])[:-1]
+    taken = np.take_along_axis(log_pi - log_mu, batch["action"][:-1, :, None], -1)
+    rhos = np.exp(taken[..., 0][counted])
+    ess = rhos.mean() ** 2 / np.square(rhos).mean()
+    assert stats["ess"].item() == pytest.approx(ess)
 
 
 def test_advantages_are_normalized_over_what_counts():

@@ -58,16 +58,21 @@ def test_defaults_of_pytorch_that_no_run_can_have(savedir, caplog):
 
 @pytest.mark.parametrize("use_lstm", [None, True])
 def test_sync_runs_are_equal(savedir, use_lstm):
-    for xpid in ("a", "b"):
-        runs.run(savedir, xpid, **SYNC, use_lstm=use_lstm)
-    a, b = (runs.logs(savedir, xpid) for xpid in "ab")
+    """A bound that no step exceeds changes nothing."""
+    for xpid, bound in (("a", None), ("b", 5), ("c", 0)):
+        flags = {"use_lstm": use_lstm, "max_policy_lag": bound}
+        runs.run(savedir, xpid, **SYNC, **flags)
+    a, b, c = (runs.logs(savedir, xpid) for xpid in "abc")
     assert len(a) == 60
     assert a == b
+    assert {row["frac_too_old"] for row in a} == {"0.0"}
     # Three updates per round. Row 0 is of the round before, and counts as one of five.
     lags = [float(row["policy_lag"]) for row in a]
     assert lags == pytest.approx([i % 3 + (0.6 if i >= 3 else 0) for i in range(60)])
-    runs.run(savedir, "c", **{**SYNC, "seed": 2}, use_lstm=use_lstm)
-    assert runs.logs(savedir, "c") != a
+    too_old = [float(row["frac_too_old"]) for row in c]
+    assert too_old == [i % 3 > 0 or (0.2 if i >= 3 else 0) for i in range(60)]
+    runs.run(savedir, "d", **{**SYNC, "seed": 2}, use_lstm=use_lstm)
+    assert runs.logs(savedir, "d") != a
 
 
 ALL_THAT_HAS_STATE = {

@@ -22,7 +22,7 @@ from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
 from torchbeast.core.finite import check_finite, sum_of_weights
-from torchbeast.core.means import mean
+from torchbeast.core.means import effective_share, mean
 from torchbeast.core.rollout import State
 from torchbeast.flags import Flags
 from torchbeast.model import make_model
@@ -119,11 +119,15 @@ def impala_loss(
         "entropy_loss": -entropy_cost * entropy.sum(),
     }
     auxiliary = auxiliary_losses(batch, outputs, targets, valid, flags, progress)
+    bounded = log_rhos.clamp(-30, 30)  # so that squares stay in float32's range
     columns = {
         "entropy": mean(entropy, online),  # nats per step
         "mean_value": mean(values, valid),
         "frac_rho_above_1": mean(log_rhos > 0, valid),
         "frac_clipped": mean(clipped, valid),
+        "ess": effective_share(bounded.exp(), valid),
+        # KL(μ ‖ π) in nats, by ρ - 1 - log ρ (Schulman 2020, "k3").
+        "behavior_kl": mean(bounded.expm1() - bounded, valid),
     }
     return join_columns(losses, auxiliary), columns
 
@@ -177,7 +181,7 @@ class Learner:
         self.diverged = False  # the weights are not finite
         self.step = 0  # environment steps learned from
         self.num_updates = 0  # of the weights: the number of the newest policy
-        self.counters = Counters(flags.episodes_for_avg)
+        self.counters = Counters(flags)
 
     def state_dict(self) -> dict[str, Any]:
         parts = {f"{k}_state_dict": x.state_dict() for k, x in self.parts.items()}
@@ -292,6 +296,9 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
     explored: Callable[[], dict[str, Any]] = dict  # columns of --explorer
     if ready:
         rows, state = batch, initial_state
+        if flags.max_policy_lag is not None:
+            old = learner.num_updates - batch["policy_version"] > flags.max_policy_lag
+            rows = batch | {"valid": rollout.valid_steps(batch) & ~old}
         if mixer:
             rows, state = mixer.mix(rows, state)
         if getattr(flags, "rollouts", "fixed") == "episode":

@@ -20,6 +20,15 @@ _ADAM: dict[str, Any] = {
     "updates_per_batch": 4,
 }
 
+# Schulman et al. 2017: scaled advantages and clipping.
+_PPO: dict[str, Any] = {
+    **_ADAM,
+    "unroll_length": 32,
+    "batch_size": 8,
+    "normalize_advantages": True,
+    "clip_ratio": 0.2,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "impala-atari": _IMPALA,
     "impala2018": _IMPALA,  # its older name
@@ -37,16 +46,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     # environments, 4 passes in 4 minibatches of 256 steps. Their mean loss has 0.5 for
     # grad_norm_clipping; ours is the sum over the 256 steps.
     "appo-atari": {
-        "num_actors": 2,
+        **_PPO,
+        "reward_clipping": "abs_one",
         "envs_per_actor": 4,
         "unroll_length": 128,
-        "batch_size": 8,
-        "trace_decay": 0.95,
-        "normalize_advantages": True,
         "clip_ratio": 0.1,
-        "optimizer": "adam",
         "learning_rate": 0.00025,
-        "epsilon": 0.00001,
         "updates_per_batch": 16,
         "minibatches": 4,
         "grad_norm_clipping": 128.0,
@@ -71,34 +76,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_ratio": 0.2,  # without it, single batches can destroy the policy
         "total_steps": 10_000_000,
     },
-    # PPO's scaled advantages and clipping. The values of CartPole reach 100: the small
-    # baseline_cost keeps their loss from filling the gradient.
+    # The values of CartPole reach 100: the small baseline_cost keeps their loss from
+    # filling the gradient.
     "classic-control": {
-        **_ADAM,
+        **_PPO,
         "env": "CartPole-v1",
         "envs_per_actor": 8,
-        "unroll_length": 32,
-        "batch_size": 8,
         "baseline_cost": 0.01,
-        "normalize_advantages": True,
-        "clip_ratio": 0.2,
         "total_steps": 500_000,
     },
-    # Continuous control, with PPO's clipping, normalization and minibatches. Few
-    # environments keep the policy lag small.
+    # Continuous control, with normalization and minibatches. Few environments keep the
+    # policy lag small.
     "mujoco": {
-        **_ADAM,
+        **_PPO,
         "env": "HalfCheetah-v5",
         "envs_per_actor": 4,
         "normalize_observations": True,
         "normalize_rewards": True,
-        "unroll_length": 32,
-        "batch_size": 8,
         "updates_per_batch": 16,
         "minibatches": 4,
         "entropy_cost": 0.0,
-        "normalize_advantages": True,
-        "clip_ratio": 0.2,
         "learning_rate": 0.0003,
         "total_steps": 1_000_000,
     },

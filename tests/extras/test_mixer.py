@@ -39,10 +39,12 @@ def test_states_are_those_of_whole_episodes():
         torch.from_numpy, map_nested(lambda x: x[:, None], next(games[0].rollouts()))
     )
     batch = map_nested(lambda x: torch.cat([x, x], dim=1), batch)
+    batch["valid"] = torch.rand(batch["done"].shape) < 0.5  # as --max_policy_lag leaves
     compared = 0
     for _ in range(12):
         mixed, state = mixer.mix(batch, model.initial_state(2))
         assert mixed["replayed"].tolist() == [False] * 2 + [True] * 3
+        assert torch.equal(mixed["valid"][:, :2], batch["valid"])
         for i in range(2, 5):
             image = mixed["observation"]["colours"][0, i].numpy().tobytes()
             _, at = places[image]

@@ -89,7 +89,7 @@ def test_without_a_terminal(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(progress, "STATUS_SECONDS", 0.0)
     flags = types.SimpleNamespace(total_steps=1000, episodes_for_avg=100)
-    counters = types.SimpleNamespace(games=3, policy_lag=1.5)
+    counters = types.SimpleNamespace(games=3)
     counters.sps, counters.mean_return = (lambda: None), (lambda games: 2.5)
     learner = types.SimpleNamespace(step=40, counters=counters)
     line = progress.Progress(types.SimpleNamespace(flags=flags, learner=learner))
@@ -97,8 +97,9 @@ def test_without_a_terminal(monkeypatch, caplog):
     assert "of 1,000, actors' steps 1,234, waiting for an update" in caplog.text
     caplog.clear()
     learner.step, counters.sps = 60, lambda: 50.0
+    line.row({"policy_lag": 1.54})
     line.show(4, 2345, "3/4")
-    assert "Step 60 of 1,000, SPS 50, return 2.50, games 3" in caplog.text
+    assert "Step 60 of 1,000, SPS 50, return 2.50, games 3, lag 1.5" in caplog.text
     assert "queued 4, streams 3/4, 0:00:18 left" in caplog.text
     assert "2,345" not in caplog.text
     flags.total_steps = 10**18
@@ -114,6 +115,18 @@ def test_without_a_terminal(monkeypatch, caplog):
         line.show(128, 2345, streams)
         assert texts[-1].endswith(last)
         assert len(texts[-1]) < 80, texts[-1]
+
+
+def test_a_warning_if_nothing_is_learned(caplog):
+    line = progress.Progress(types.SimpleNamespace(flags=None, learner=None))
+    filling, learned, empty = {"step": 1}, {"ess": 0.0}, {"ess": None}
+    for row, times, warnings in (
+        *((empty, 9, 0), (learned, 1, 0), (empty, 9, 0), (filling, 1, 0)),
+        *((empty, 10, 1), (learned, 1, 1), (empty, 99, 1), (empty, 1, 2)),
+    ):
+        for _ in range(times):
+            line.row(row)
+        assert caplog.text.count("batches without a step that counts.") == warnings
 
 
 def test_the_log_says_which_encoder_each_observation_gets(caplog):

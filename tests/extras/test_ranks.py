@@ -84,7 +84,7 @@ def meta_of(savedir, xpid):
     [
         (2, "MinAtar/Breakout-v1", {}),
         (4, "MountainCar-v0", {**WITH_STATE, **NO_PARTS}),
-        (2, "CartPole-v1", {"normalize_advantages": True, "clip_ratio": 0.1}),
+        (2, "CartPole-v1", {"normalize_advantages": True, "max_policy_lag": 0}),
     ],
 )
 def test_they_make_the_updates_of_one(tmp_path, ranks, env, more):

@@ -57,11 +57,14 @@ def test_it_equals_one_actor_and_each_resumes_the_other(tmp_path, monkeypatch):
     assert len(runs.read_logs(tmp_path, "parts")) < 40
     assert "Resuming at step" in runs.run(tmp_path, "parts", total_steps=600)
     runs.run(tmp_path, "serial", **{**flags, "num_actors": 2}, serial=True)
-    whole, parts, serial = (
-        runs.logs(tmp_path, xpid) for xpid in ("whole", "parts", "serial")
+    # Without --sync the actor and the learner take turns, too: no step is too old.
+    turns = {**flags, "sync": None, "max_policy_lag": 3}
+    runs.run(tmp_path, "turns", **turns, serial=True)
+    whole, parts, serial, turns = (
+        runs.logs(tmp_path, xpid) for xpid in ("whole", "parts", "serial", "turns")
     )
     assert len(whole) == 40
-    assert whole == parts == serial
+    assert whole == parts == serial == turns
 
 
 def test_polybeast_has_no_actors_to_replace():

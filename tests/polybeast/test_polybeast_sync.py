@@ -22,6 +22,7 @@ WITH_STATE = {
     "normalize_rewards": True,
     "updates_per_batch": 2,
     "minibatches": 2,
+    "max_policy_lag": 3,  # older: the last of three batches, and each row 0
 }
 
 

@@ -4,8 +4,6 @@ No other arithmetic knows of several learners. A mean is a sum and a count: both
 added up over all learners, and divided at the end.
 """
 
-import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,19 +11,23 @@ import torch
 
 from torchbeast.base import devices, ranks
 
-log = logging.getLogger(__name__)
-warn_once = functools.cache(log.warning)
-
 
 class Mean(NamedTuple):
     sum: torch.Tensor  # [...]
     number: torch.Tensor  # scalar: of steps
+    column: Callable[[Any], Any] = lambda mean: mean  # what is logged of the mean
 
 
 def mean(x: torch.Tensor, steps: torch.Tensor) -> Mean:
     """The mean of x [T, B, ...] over some steps, [T, B] bool, for a column."""
     wide = steps.reshape(*steps.shape, *[1] * (x.dim() - 2))
     return Mean((x.detach() * wide).sum((0, 1)), steps.sum())
+
+
+def effective_share(weights: torch.Tensor, steps: torch.Tensor) -> Mean:
+    """The effective sample size of n weights [T, B] as a share, (Σw)² / (n Σw²)."""
+    moments = mean(torch.stack([weights, weights.square()], -1), steps)
+    return Mean(moments.sum, moments.number, lambda x: x[0].square() / x[1])
 
 
 def normalize(
@@ -58,16 +60,14 @@ def fetch(
     own = {name: x for name, x in columns.items() if name not in added}
     means = [name for name, x in own.items() if isinstance(x, Mean)]
     for name in means:
-        added[f"{name} sum"], added[f"{name} number"] = own.pop(name)
+        added[f"{name} sum"], added[f"{name} number"], _ = own.pop(name)
     wait = devices.fetch(own | ranks.totals(added))
 
     def finish() -> dict[str, Any]:
         found = wait()
-        if means and not any(found[f"{name} number"] for name in means):
-            warn_once("No step of a batch counts: the policy learns nothing from it.")
         for name in means:
-            number = found[f"{name} number"]
-            found[name] = found[f"{name} sum"] / number if number else None
+            total, number = found[f"{name} sum"], found[f"{name} number"]
+            found[name] = columns[name].column(total / number) if number else None
         return {name: found[name] for name in columns}
 
     return finish

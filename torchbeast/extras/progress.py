@@ -21,6 +21,7 @@ from torchbeast.flags import Run
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 5.0  # between two status lines, if there is no terminal
+EMPTY_BATCHES = 10  # in a row from which nothing was learned: the first warning
 # --help shows these flags, and --help all every one.
 FIRST = "help env preset xpid savedir total_steps seed mode num_actors num_servers"
 ADDRESSES = "server_addresses listen bind join"  # unless both sides are here
@@ -80,6 +81,8 @@ class Progress:
         self.run, self.flags, self.learner = run, run.flags, run.learner
         self.last = time.monotonic()
         self.bar: Any = None
+        self.lag = 0.0  # of the last batch
+        self.empty, self.most_empty = 0, EMPTY_BATCHES
 
     def poll(self) -> None:
         """Begins the live line: only now is out.log open."""
@@ -100,6 +103,16 @@ class Progress:
         logging.root.handlers[-1].setLevel(level)
         return bar
 
+    def row(self, row: dict[str, Any]) -> None:
+        """Warns if no step of 10 batches in a row counts, then of 100, and so on."""
+        self.lag = row.get("policy_lag", self.lag)
+        means = [row.get(name, 0) for name in ("ess", "mean_value")]
+        self.empty = self.empty + 1 if None in means else 0
+        if self.empty == self.most_empty:
+            self.most_empty *= 10
+            hint = ", see --max_policy_lag" if row.get("frac_too_old") else ""
+            log.warning("%d batches without a step that counts%s.", self.empty, hint)
+
     def show(self, queued: int, acted: int, streams: str | None = None) -> None:
         """Shows the state of the run, at most 5 times per second."""
         interval = 0.2 if self.bar else STATUS_SECONDS
@@ -116,7 +129,7 @@ class Progress:
                 "SPS": f"{sps:,.0f}",
                 "return": "-" if mean is None else f"{mean:.2f}",
                 "games": str(counters.games),
-                "lag": f"{counters.policy_lag:.1f}",
+                "lag": f"{self.lag:.1f}",
                 "queued": str(queued),
             }
             numbers |= {"streams": streams} if streams else {}

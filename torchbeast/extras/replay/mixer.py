@@ -82,7 +82,7 @@ class Mixer:
 
         states = [reader.state or self._initial_state for reader in self._readers]
         self._last = map_nested(move, rows), map_nested(join, *states)
-        online = {**batch, "valid": torch.ones_like(batch["done"])}
+        online = {"valid": torch.ones_like(batch["done"]), **batch}
         online = {name: online[name] for name in rows}
         mixed, state = map_nested(join, (online, state), self._last)
         return {**mixed, "replayed": torch.arange(B + n, device=device) >= B}, state
