@@ -38,7 +38,6 @@ CONTINUOUS = (
 )
 POLYBEAST = "--num_servers 2 --disable_checkpoint"
 OF_TIME = {"_time", "sps"}
-DROPPED = {"env_warnings"}  # a column that commits up to 41736f5 have
 # Name, module, flags, and the total_steps of each start: more than one is a resume.
 CASES = [
     ("mono", "monobeast", MINATAR, [4200]),
@@ -53,12 +52,10 @@ CASES = [
 
 
 def read_rows(savedir: str, xpid: str) -> list[dict[str, str]]:
-    """Rows of logs.csv, without columns of time and those that were dropped."""
+    """Rows of logs.csv, without columns of time."""
     with open(pathlib.Path(savedir, xpid, "logs.csv")) as file:
         rows = list(csv.DictReader(file))
-    return [
-        {k: x for k, x in row.items() if k not in OF_TIME | DROPPED} for row in rows
-    ]
+    return [{k: x for k, x in row.items() if k not in OF_TIME} for row in rows]
 
 
 def run(tree: pathlib.Path, case: tuple, savedir: str) -> list[dict[str, str]]:
@@ -86,12 +83,14 @@ def compare(before: list[dict[str, str]], after: list[dict[str, str]]) -> str:
     if len(before) != len(after):
         return f"DIFFERENT: {len(before)} and {len(after)} rows"
     for row, other in zip(before, after, strict=True):
-        for column in row.keys() | other.keys():
-            x, y = row.get(column), other.get(column)
+        for column in row.keys() & other.keys():
+            x, y = row[column], other[column]
             if x != y:
-                step = row.get("step")
-                return f"DIFFERENT: {column} at step {step}: {x} and {y}"
-    return f"equal: {len(before)} rows, {len(before[0])} columns"
+                return f"DIFFERENT: {column} at step {row['step']}: {x} and {y}"
+    alone = sorted(before[0].keys() ^ after[0].keys())
+    more = f"; only one has {', '.join(alone)}" if alone else ""
+    both = before[0].keys() & after[0].keys()
+    return f"equal: {len(before)} rows, {len(both)} columns{more}"
 
 
 def main() -> int:

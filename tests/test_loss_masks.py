@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_cases import B, T, log_softmax, loss_of, make_batch
+from loss_cases import B, T, log_softmax, loss_of, make_batch, oracle_targets
 
 
 def joined(batch, outputs, mask=None, replayed=None, **changes):
@@ -45,9 +45,7 @@ def test_a_masked_step_does_not_count():
     assert stats["entropy"].item() == pytest.approx(entropy[counted].mean())
     values = outputs["baseline"][:-1][counted]
     assert stats["mean_value"].item() == pytest.approx(values.mean())
-    log_mu = log_softmax(batch["policy_logits"])[:-1]
-    taken = np.take_along_axis(log_pi - log_mu, batch["action"][:-1, :, None], -1)
-    rhos = np.exp(taken[..., 0][counted])
+    rhos = np.exp(oracle_targets(batch, outputs)[2][counted])
     ess = rhos.mean() ** 2 / np.square(rhos).mean()
     assert stats["ess"].item() == pytest.approx(ess)
 

@@ -8,9 +8,8 @@ import pytest
 import runs
 import torch
 from test_flags import resolve
-from test_learner import make_learner
 
-from torchbeast.base.errors import CheckpointError, FlagError
+from torchbeast.base.errors import FlagError
 
 LASER = {
     **runs.SMALL,
@@ -160,11 +159,3 @@ def test_the_fork_s_command_line(tmp_path):
         json.loads((tmp_path / "fork" / "meta.json").read_text())["args"]["model"]
         == "deep"
     )
-
-
-def test_a_checkpoint_with_replay_needs_its_part():
-    learner = make_learner()
-    flags = {**learner.flags.as_dict(), "replay_ratio": 1.0}
-    del vars(learner.flags)["replay_ratio"]  # as if extras/replay was deleted
-    with pytest.raises(CheckpointError, match="--replay_ratio is deleted"):
-        learner.load_state_dict({**learner.state_dict(), "flags": flags})

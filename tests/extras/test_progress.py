@@ -119,13 +119,12 @@ def test_without_a_terminal(monkeypatch, caplog):
 
 def test_a_warning_if_nothing_is_learned(caplog):
     line = progress.Progress(types.SimpleNamespace(flags=None, learner=None))
-    filling, learned, empty = {"step": 1}, {"ess": 0.0}, {"ess": None}
-    for row, times, warnings in (
-        *((empty, 9, 0), (learned, 1, 0), (empty, 9, 0), (filling, 1, 0)),
-        *((empty, 10, 1), (learned, 1, 1), (empty, 99, 1), (empty, 1, 2)),
-    ):
+    filling, learned, empty = {"step": 1}, [{"ess": 0.0}], {"ess": None}
+    for row in [empty] * 9 + learned + [empty] * 9 + [filling]:
+        line.row(row)
+    for times, warnings in (9, 0), (1, 1), (99 - 10, 1), (1, 2):
         for _ in range(times):
-            line.row(row)
+            line.row(empty)
         assert caplog.text.count("batches without a step that counts.") == warnings
 
 
