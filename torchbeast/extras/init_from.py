@@ -1,7 +1,5 @@
 """--init_from: a new run begins with the weights of another one."""
 
-from __future__ import annotations
-
 import logging
 import pathlib
 from typing import Any

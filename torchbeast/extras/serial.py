@@ -1,7 +1,5 @@
 """--serial: MonoBeast acts and learns in one process and thread, for debuggers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

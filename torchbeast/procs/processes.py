@@ -5,8 +5,6 @@ KeyboardInterrupt, or a loop notes it and ends, see Run. The exit status is alwa
 the signal's number. Importing this module does not load torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

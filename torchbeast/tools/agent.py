@@ -12,8 +12,6 @@ This plays two steps. Without a state, an episode begins:
     action, state = agent.act(observation, state, reward)
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The runs that a sweep's command line asks for: seeds, and values of flags."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -4,8 +4,6 @@ Interquartile mean and interval are those of Agarwal et al. 2021
 (https://arxiv.org/abs/2108.13264), whose library is rliable.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs: runs of a sweep as processes, each on cores of its own. Loads no torch."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import logging

@@ -6,8 +6,6 @@ A curve is a moving average of a column of logs.csv, with the values faintly beh
 The title has the protocol; if protocols differ, the legend says in what.
 """
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import textwrap

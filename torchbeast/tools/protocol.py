@@ -3,8 +3,6 @@
 It follows from the flags in meta.json or test.json. plot.py and report.py show it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -9,8 +9,6 @@ The row of a group has the interquartile mean of its tests and returns with its 
 interval, and the largest fall of all. With --scores, a method has a row over all tasks.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools

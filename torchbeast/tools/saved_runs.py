@@ -1,7 +1,5 @@
 """Reading the files of runs: logs.csv, meta.json, test.json. Loads no torch."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import gzip

@@ -1,7 +1,5 @@
 """A search with Optuna: which settings the next runs of a sweep get."""
 
-from __future__ import annotations
-
 import logging
 import pathlib
 import signal

@@ -1,7 +1,5 @@
 """The runs of a sweep as a Slurm array, through submitit."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

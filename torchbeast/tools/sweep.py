@@ -10,8 +10,6 @@ chooses the values.
 The same command again skips finished runs and resumes the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -12,8 +12,6 @@ its previous one ended. All episodes are equally probable, and so are all steps,
 an episode is played to its end, unless it is removed before.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import hashlib
