@@ -19,6 +19,38 @@ OUTSIDE = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
 }
+for folder in ("examples", "examples/*", "benchmarks/peers", "third_party"):
+    pages = (x.relative_to(ROOT).as_posix() for x in ROOT.glob(f"{folder}/README.md"))
+    OUTSIDE |= {page: page for page in pages}
+# What readers type into the search, beside the words of the page's headings.
+WORDS = {
+    "tour.md": "install start jupyter colab first steps quickstart",
+    "coming-from.md": "rllib cleanrl sample factory stable baselines migrate",
+    "your_environment.md": "custom own gym gymnasium environment game dict register",
+    "several_agents.md": "multi-agent marl pettingzoo parallel",
+    "your_network.md": "cnn resnet transformer lstm gru architecture custom model",
+    "your_loss.md": "auxiliary custom loss optimizer",
+    "evaluation.md": "test video record gif render play jupyter agent load",
+    "many_runs.md": "seeds sweep grid hyperparameter search optuna slurm array plot",
+    "tuning.md": "hyperparameters learning rate entropy presets ppo",
+    "debugging.md": "breakpoint pdb debugger step through reproduce",
+    "troubleshooting.md": "slow bottleneck nan memory profile not learning docker",
+    "errors.md": "exception message traceback",
+    "gpu.md": "cuda compile bf16 speed",
+    "cluster.md": "slurm kubernetes docker ray machines tls",
+    "monitoring.md": "prometheus tensorboard wandb grafana mirror s3",
+    "flags.md": "options arguments command line config",
+    "files.md": "logs csv columns meta json",
+    "operations.md": "resume continue checkpoint save stop kill ctrl-c",
+    "atari.md": "sticky actions frame skip rom preprocessing",
+    "laser.md": "replay buffer off-policy",
+    "building.md": "compile c++ grpc wheels macos",
+}
+# Pages that a search shows after all others.
+RECORDS = re.compile(
+    r"(notebook|results|benchmarks|third_party)/"
+    r"|(CHANGELOG|CONTRIBUTING|architecture|faults|bare_system|performance|papers)"
+)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'(<img\b[^>]*?\bsrc=")([^"]+)("[^>]*>)')
 # GitHub's way to name a picture for a dark page.
@@ -76,6 +108,8 @@ def in_repository(page: str, link: str) -> str | None:
 
 def page_of(target: str) -> str:
     """The page that shows a file or folder of the repository."""
+    if f"{target}/README.md" in OUTSIDE:
+        return f"{target}/README.md"
     for page, source in OUTSIDE.items():
         if source == target:
             return page
@@ -130,8 +164,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             rf"\1{dark}#only-dark\3", image
         )
 
+    if own.startswith("api/"):
+        page.meta["search"] = {"exclude": True}
     if own.startswith(("api/", "source/")):
         return markdown
+    if own in WORDS:
+        page.meta["tags"] = WORDS[own].split()
+    if RECORDS.match(own):
+        page.meta["search"] = {"boost": 0.1}
     markdown = IMAGE.sub(
         lambda m: m[1] + moved(m[2]) + m[3], PICTURE.sub(both, markdown)
     )

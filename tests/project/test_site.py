@@ -1,8 +1,10 @@
 """The docs site: it builds, and no link is broken."""
 
 import html.parser
+import json
 import os
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -74,6 +76,44 @@ def test_the_site_has_no_broken_link(site):
             if not target.exists() or (anchor and known and anchor not in known):
                 broken.append((page.name, link))
     assert not broken
+
+
+QUESTIONS = {
+    "custom environment": "your_environment",
+    "resume": "operations",
+    "CNN": "your_network",
+    "breakpoint": "debugging",
+    "slow": "troubleshooting",
+    "jupyter": "tour",
+    "GPU": "gpu",
+    "checkpoint": "operations",
+    "video": "evaluation",
+    "learning rate": "tuning",
+    "self-play": "examples/self_play/",
+}
+
+
+def test_the_search_finds_what_readers_ask_for(site):
+    """Ranked by the site's boosts and by the share of a field's words."""
+    index = json.loads((site / "search/search_index.json").read_text())
+    boosts = {name: x["boost"] for name, x in index["config"]["fields"].items()}
+
+    def score(page, words):
+        total = 0.0
+        for name, boost in boosts.items():
+            found = re.findall(r"[\w-]+", str(page.get(name, "")).lower())
+            total += boost * sum(map(found.count, words)) / (20 + len(found))
+        return total * page.get("boost", 1)
+
+    for question, page in QUESTIONS.items():
+        words = question.lower().split()
+        best = max(index["docs"], key=lambda x: score(x, words))
+        assert best["location"].startswith(page), question
+    inside = [x for x in index["docs"] if x["location"].startswith(("api/", "source/"))]
+    assert not inside
+    # From a folder, too: nothing is loaded from elsewhere.
+    assert (site / "search/search_index.js").exists()
+    assert not re.search('(src|link href)="http', (site / "index.html").read_text())
 
 
 def test_the_dark_figure_is_the_light_one():
