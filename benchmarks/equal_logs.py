@@ -14,6 +14,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 
 COMMON = (
     "--sync --num_actors 2 --batch_size 2 --unroll_length 7 --envs_per_actor 3 "
@@ -51,11 +52,15 @@ CASES = [
 ]
 
 
-def read_rows(savedir: str, xpid: str) -> list[dict[str, str]]:
+def rows_of(file: Iterable[str]) -> list[dict[str, str]]:
     """Rows of logs.csv, without columns of time."""
-    with open(pathlib.Path(savedir, xpid, "logs.csv")) as file:
-        rows = list(csv.DictReader(file))
+    rows = csv.DictReader(file)
     return [{k: x for k, x in row.items() if k not in OF_TIME} for row in rows]
+
+
+def read_rows(savedir: str, xpid: str) -> list[dict[str, str]]:
+    with open(pathlib.Path(savedir, xpid, "logs.csv")) as file:
+        return rows_of(file)
 
 
 def run(tree: pathlib.Path, case: tuple, savedir: str) -> list[dict[str, str]]:
