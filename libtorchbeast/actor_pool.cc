@@ -33,10 +33,6 @@ ActorPool::ActorPool(ActorPoolOptions options,
   for (const std::string& address : options.addresses) {
     client_credentials(Address(address), options.security);  // checks both
   }
-  if (options.step_timeout.count() <= 0 || options.maximum_downtime.count() < 0) {
-    throw std::invalid_argument(
-        "the step timeout must be above 0 and the maximum downtime not negative");
-  }
   if (options.hello) {
     const size_t num_joined =
         options.listener ? static_cast<size_t>(options.listener->max_streams()) : 0;

@@ -69,7 +69,7 @@ struct ActorPoolOptions {
   std::vector<std::string> addresses;  // one stream each; may occur several times
   Security security;                   // for the addresses
   std::shared_ptr<Listener> listener;  // has been started; may be null
-  Milliseconds step_timeout{60'000};   // for a step; then the stream counts as lost
+  Milliseconds step_timeout{60'000};   // above 0; then the stream counts as lost
   // An environment that has joined and was lost may come back within this time and goes
   // on in its rollout.
   Milliseconds maximum_downtime{60'000};
@@ -119,7 +119,7 @@ class ActorPool {
   ActorPool(ActorPoolOptions options, std::shared_ptr<BatchingQueue> learner_queue,
             std::shared_ptr<DynamicBatcher> inference_batcher,
             ArrayNest initial_agent_state);
-  ~ActorPool();  // closes; run() may still be about to return
+  ~ActorPool();  // closes, and does not wait for run()
   ActorPool(const ActorPool&) = delete;
 
   // Runs until close() is called or the queue or the batcher is closed; without
@@ -132,6 +132,8 @@ class ActorPool {
   // throws, and
   //   std::invalid_argument  the agent's outputs don't fit; says where
   //   AsyncError             inference failed
+  // It may go on for a moment after the pool was destroyed. REQUIRES: what
+  // options.check uses lives until it returns.
   void run();
 
   // Ends run(). May be called from any thread, any number of times.

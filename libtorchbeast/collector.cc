@@ -17,39 +17,9 @@ namespace torchbeast {
 
 namespace {
 
-// The one of this process, which has a thread while there are sessions. Thread-safe.
-class Collector {
- public:
-  static Collector& instance();
-  Collector(const Collector&) = delete;
-
-  // Steps the environments of a session, whose connection has a lane, until that ends.
-  // Throws an error of this side, or what its `interrupt` throws; returns if
-  // EnvSession::receive() says why no step comes, or there is one after all. Nobody
-  // touches the session or the unroll then. Throws TransportError if the system refuses
-  // a thread. REQUIRES: the newest row has its action.
-  void run(EnvSession* session, Unroll* unroll, const OnStep& on_step)
-      TB_EXCLUDES(mutex_);
-
- private:
-  class Running;
-  using RunningList = std::vector<std::shared_ptr<Running>>;
-
-  Collector() = default;
-  void add(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_);
-  void remove(const Running* running) TB_EXCLUDES(mutex_);
-  void collect() TB_EXCLUDES(mutex_);
-
-  Mutex mutex_;
-  // Copied by the collector's thread if its version has changed.
-  RunningList running_ TB_GUARDED_BY(mutex_);
-  std::atomic<uint64_t> version_{0};
-  bool has_thread_ TB_GUARDED_BY(mutex_) = false;
-};
-
 // A session in the hands of the collector. At each time one thread works on it: who has
 // claimed it.
-class Collector::Running : public std::enable_shared_from_this<Running> {
+class Running : public std::enable_shared_from_this<Running> {
  public:
   Running(EnvSession* session, Unroll* unroll, OnStep on_step)
       : session_(*session), unroll_(*unroll), on_step_(std::move(on_step)) {}
@@ -127,7 +97,6 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
   }
   void come_back(const std::exception_ptr& error) {
     set(kBack);
-    instance().remove(this);
     back_.set(error);
   }
   void step() {
@@ -198,73 +167,85 @@ class Collector::Running : public std::enable_shared_from_this<Running> {
   Phase phase_ TB_GUARDED_BY(mutex_) = kWorking;
 };
 
-Collector& Collector::instance() {
-  // Never destroyed: its thread may still be there while the process ends.
-  static Collector* const collector = new Collector;
-  return *collector;
-}
-
-void Collector::run(EnvSession* session, Unroll* unroll, const OnStep& on_step) {
-  const auto running = std::make_shared<Running>(session, unroll, on_step);
-  add(running);
-  if (const std::exception_ptr error = running->run()) std::rethrow_exception(error);
-}
-
-void Collector::add(const std::shared_ptr<Running>& running) {
-  MutexLock lock(mutex_);
-  running_.push_back(running);
-  if (!has_thread_) {
-    try {
-      Thread([this] { collect(); }).detach();
-    } catch (const std::exception& error) {  // costs this stream, not the run
-      running_.pop_back();
-      throw TransportError(error.what());
-    }
-  }
-  has_thread_ = true;
-  ++version_;
-  bell_in(*doorbell_pages()).ring();
-}
-
-void Collector::remove(const Running* running) {
-  MutexLock lock(mutex_);
-  const auto is_it = [running](const auto& other) { return other.get() == running; };
-  running_.erase(std::remove_if(running_.begin(), running_.end(), is_it),
-                 running_.end());
-  ++version_;
-  bell_in(*doorbell_pages()).ring();
-}
-
-void Collector::collect() {
-  Bell& bell = bell_in(*doorbell_pages());
-  RunningList list;
-  uint64_t version = 0;
-  auto look_at = Clock::now() + kInterruptPeriod;
-  while (true) {
-    const uint32_t count = bell.count();
-    if (version != version_) {
+// The one of this process, which has a thread while there are sessions. Thread-safe.
+class Collector {
+ public:
+  // Steps the environments of a session, whose connection has a lane, until that ends.
+  // Throws an error of this side, or what its `interrupt` throws; returns if
+  // EnvSession::receive() says why no step comes, or there is one after all. Nobody
+  // touches the session or the unroll then. Throws TransportError if the system refuses
+  // a thread. REQUIRES: the newest row has its action.
+  void run(EnvSession* session, Unroll* unroll, const OnStep& on_step)
+      TB_EXCLUDES(mutex_) {
+    const auto running = std::make_shared<Running>(session, unroll, on_step);
+    add(running);
+    const std::exception_ptr error = running->run();
+    {
       MutexLock lock(mutex_);
-      list = running_;
-      version = version_;
-      has_thread_ = !list.empty();
-      if (!has_thread_) return;
+      running_.erase(std::remove(running_.begin(), running_.end(), running),
+                     running_.end());
+      ++version_;
     }
-    for (const auto& running : list) running->look();
-    if (Clock::now() >= look_at) {
-      for (const auto& running : list) running->look_for_end();
-      look_at = Clock::now() + kInterruptPeriod;
-    }
-    bell.wait(count, kInterruptPeriod);
+    bell_in(*doorbell_pages()).ring();
+    if (error != nullptr) std::rethrow_exception(error);
   }
-}
+
+ private:
+  void add(const std::shared_ptr<Running>& running) TB_EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    running_.push_back(running);
+    if (!has_thread_) {
+      try {
+        Thread([this] { collect(); }).detach();
+      } catch (const std::exception& error) {  // costs this stream, not the run
+        running_.pop_back();
+        throw TransportError(error.what());
+      }
+    }
+    has_thread_ = true;
+    ++version_;
+    bell_in(*doorbell_pages()).ring();
+  }
+
+  void collect() TB_EXCLUDES(mutex_) {
+    Bell& bell = bell_in(*doorbell_pages());
+    std::vector<std::shared_ptr<Running>> list;
+    uint64_t version = 0;
+    auto look_at = Clock::now() + kInterruptPeriod;
+    while (true) {
+      const uint32_t count = bell.count();
+      if (version != version_) {
+        MutexLock lock(mutex_);
+        list = running_;
+        version = version_;
+        has_thread_ = !list.empty();
+        if (!has_thread_) return;
+      }
+      for (const auto& running : list) running->look();
+      if (Clock::now() >= look_at) {
+        for (const auto& running : list) running->look_for_end();
+        look_at = Clock::now() + kInterruptPeriod;
+      }
+      bell.wait(count, kInterruptPeriod);
+    }
+  }
+
+  Mutex mutex_;
+  // Copied by the collector's thread if its version has changed.
+  std::vector<std::shared_ptr<Running>> running_ TB_GUARDED_BY(mutex_);
+  std::atomic<uint64_t> version_{0};
+  bool has_thread_ TB_GUARDED_BY(mutex_) = false;
+};
 
 }  // namespace
 
 void run_session(EnvSession& session, Unroll& unroll, const OnStep& on_step) {
+  // Never destroyed: its thread may still be there while the process ends.
+  static Collector* const collector = new Collector;
   session.act(&unroll);
   while (true) {
     if (session.connection().has_lane()) {
-      Collector::instance().run(&session, &unroll, on_step);
+      collector->run(&session, &unroll, on_step);
     } else {
       session.send_action(&unroll);
     }

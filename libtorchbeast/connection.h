@@ -34,11 +34,12 @@ class EnvironmentError : public Ended {
 // One thread at a time, but for cancel(), restart_waiting() and cancel_if_slow(), which
 // are thread-safe.
 //
-// Nothing here has a limit of time: who owns it, or watches it, calls cancel() or
-// cancel_if_slow(), and the read or write that waits throws then. A stream of the
-// collector is read and written by whatever thread has claimed its session; only
-// has_message(), is_ready() and needs_look() are called for a session that nobody has
-// claimed, with the session's lock held.
+// A read or write never ends by itself if the other side is silent: who owns the
+// connection, or watches it, calls cancel() or cancel_if_slow(), and it throws then.
+//
+// The collector calls has_message(), is_ready() and needs_look() for a session that no
+// thread has claimed, with the session's lock held. All else is for the thread that has
+// claimed it, see collector.cc.
 class Connection {
  public:
   virtual ~Connection() = default;

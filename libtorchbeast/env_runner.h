@@ -45,7 +45,6 @@ class EnvRunner {
   void step(grpc::ByteBuffer* action, uint64_t* number);
 
  private:
-  void check(const std::vector<Array>& arrays, size_t count) const;
   void finish_row(Clock::time_point start);
 
   Activity& activity_;

@@ -24,8 +24,9 @@ class Environment {
   virtual ~Environment() = default;
   // Which games it plays; called before the first reset() or not at all.
   virtual void seed(const wire::Seeding&) {}
-  // Starts new episodes. The row's memory is the environment's: its contents are valid
-  // until the next reset() or step(), or the environment's end.
+  // Starts new episodes. The row's arrays are as hello() describes them, in each row.
+  // Its memory is the environment's: the contents are valid until the next reset() or
+  // step(), or the environment's end.
   virtual EnvRow reset() = 0;
   // Describes the rows. REQUIRES: reset() has returned.
   virtual const wire::EnvHello& hello() const = 0;
