@@ -70,4 +70,5 @@ def test_what_a_reader_has_to_read():
             sentences = [re.findall(r"\S*\w\S*", x) for x in END.split(text)]
             long += [(page.name, " ".join(x)) for x in sentences if len(x) > 35]
     assert 20_000 < num_words <= 26_000
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
     assert not long
