@@ -75,12 +75,12 @@ class Net(nn.Module):
             state = self.explorer.initial_state(1)
             self.explorer_states = len(state)
             rows |= self.explorer.act(rows, state)[0]
-        size = encoders.output_size(self.encode, rows)
+        self.value_vector: VectorEncoder | None = None
+        size = encoders.output_size(lambda x: self.encode(x)[0], rows)
         self.core: Any = make_core(flags, size) if flags.use_lstm else None
         size = size if self.core is None else self.core.hidden_size
         self.policy = nn.Linear(size, self.distribution.num_logits)
         # The values have an MLP of their own if that takes little time.
-        self.value_vector: VectorEncoder | None = None
         if self.vector and not self.images and self.core is None:
             self.value_vector = VectorEncoder(*settings)
             self.value_vector.apply(initialize)
@@ -135,16 +135,16 @@ class Net(nn.Module):
         if self.explorer is not None and acting:
             fields, explorer_state = self.explorer.act(rows, explorer_state)
             rows = rows | fields
-        x = self.encode(rows)  # [T * B, D]
+        x, value_x = self.encode(rows)  # [T * B, D]
         if self.core is not None:
             n = len(self.core.state_sizes(B))
             y, core_state = self.core.unroll(x.view(T, B, -1), rows["done"], state[:n])
-            x, state = y.flatten(0, 1), (*core_state, *state[n:])
+            x = value_x = y.flatten(0, 1)
+            state = (*core_state, *state[n:])
         logits = self.policy(x).view(T, B, -1)
         if mask_space(self.observation_space):
             allowed = rows["observation"][MASK].flatten(2) != 0
             logits = self.distribution.mask(logits, allowed)
-        value_x = self.encode(rows, self.value_vector) if self.value_vector else x
         baseline = self.baseline(value_x).view(T, B, -1).squeeze(-1)
         outputs = {"policy_logits": logits, "baseline": baseline}
         outputs |= fields
@@ -156,14 +156,11 @@ class Net(nn.Module):
                 outputs["reward"] = self._scale(rows["reward"])
         return outputs, (*state, *explorer_state)
 
-    def encode(
-        self, rows: dict[str, Any], vector: VectorEncoder | None = None
-    ) -> torch.Tensor:
+    def encode(self, rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of the core: features [T * B, D] float32 of rows [T, B, ...].
 
-        `vector` encodes what is no image: self.vector, or for the values
-        self.value_vector. To encode the parts of a Dict yourself, use their names, such
-        as `rows["observation"]["map"]`. D follows from what this returns.
+        And that of the values, which may have an MLP of their own. To encode the parts
+        of a Dict yourself: `rows["observation"]["map"]`. D follows from the result.
         """
         T, B = rows["reward"].shape
         images, vectors = self._leaves(rows)
@@ -173,16 +170,21 @@ class Net(nn.Module):
             features.append(self.encoder(observation))
         if self.explorer is not None:
             features.append(self.explorer.features(rows))
-        device = rows["reward"].device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
-            features += [f(x) for f, x in zip(self.images, images, strict=True)]
-        if vector := vector or self.vector:
-            features.append(vector(vectors))
+        if images:
+            device = rows["reward"].device.type
+            with torch.autocast(device, torch.bfloat16, enabled=self.bf16):
+                features += [f(x) for f, x in zip(self.images, images, strict=True)]
         goes_on = (~rows["done"]).reshape(T * B, 1)
         reward = self._scale(rows["reward"]).clamp(-1, 1).reshape(T * B, 1)
         last_action = self.distribution.features(rows["last_action"].flatten(0, 1))
-        features += [goes_on * reward, goes_on * last_action]
-        return torch.cat([f.float() for f in features], dim=-1)
+        side = [goes_on * reward, goes_on * last_action]
+
+        def join(vector: VectorEncoder | None) -> torch.Tensor:
+            own = [vector(vectors)] if vector else []
+            return torch.cat([f.float() for f in (*features, *own, *side)], dim=-1)
+
+        x = join(self.vector)
+        return x, join(self.value_vector) if self.value_vector else x
 
     def auxiliary_losses(
         self,
