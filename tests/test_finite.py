@@ -1,10 +1,9 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 
-from torchbeast.core.finite import find_cause, sum_of_weights
+from torchbeast.core.finite import find_cause
 from torchbeast.envs.extra_fields import EXTRA_FIELDS, ExtraField
 
 T, B = 5, 3
@@ -19,17 +18,6 @@ def make_batch():
             "nothing": torch.zeros(T + 1, B, 0),
         },
     }
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_found(value):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7))
-    for x in (model[0].bias, model[1].running_var):
-        assert sum_of_weights(model).isfinite()
-        old = x.detach().clone()
-        x.data[2] = value
-        assert not sum_of_weights(model).isfinite()
-        x.data.copy_(old)
 
 
 def test_the_cause_of_a_loss_that_is_not_finite(monkeypatch):

@@ -114,7 +114,8 @@ def test_minibatches(lstm, monkeypatch):
     batch, state = make_batch(learner)
     seen = []  # [update][rollout]: number of the rollout in the batch
 
-    def update(learner, rows, initial_state):
+    def update(learner, rows, initial_state, is_last):
+        assert is_last == (len(seen) == passes * parts - 1)
         firsts = batch["observation"][0].tolist()
         numbers = [firsts.index(x) for x in rows["observation"][0].tolist()]
         for name, x in rows.items():
@@ -122,11 +123,21 @@ def test_minibatches(lstm, monkeypatch):
         for x, y in zip(initial_state, state, strict=True):
             assert torch.equal(x, y[:, numbers])
         seen.append(sorted(numbers))
-        return real_update(learner, rows, initial_state)
+        return real_update(learner, rows, initial_state, is_last)
 
-    real_update = torchbeast.learner.update
+    real_update, real_check = torchbeast.learner.update, torchbeast.learner.check_finite
     monkeypatch.setattr(torchbeast.learner, "update", update)
+    names = []  # what each check gets, twice per update
+
+    def check(columns, *about):
+        names.append({*columns} - {"sum_of_weights"})
+        real_check(columns, *about)
+
+    monkeypatch.setattr(torchbeast.learner, "check_finite", check)
     row = learn(learner, batch, state).finish()
+    checked = {"total_loss", "grad_norm"}
+    assert names[: 2 * (passes * parts - 1)] == [checked] * 2 * (passes * parts - 1)
+    assert all(checked < x for x in names[2 * passes * parts - 2 : 2 * passes * parts])
     assert learner.num_updates == len(seen) == passes * parts
     assert all(len(numbers) == B // parts for numbers in seen)
     for i in range(0, len(seen), parts):

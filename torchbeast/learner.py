@@ -21,7 +21,7 @@ from torchbeast.core.acting import row_spec
 from torchbeast.core.columns import join_columns, spread
 from torchbeast.core.counters import Counters
 from torchbeast.core.distributions import ActionDistribution
-from torchbeast.core.finite import check_finite, sum_of_weights
+from torchbeast.core.finite import check_finite
 from torchbeast.core.means import effective_share, mean
 from torchbeast.core.rollout import State
 from torchbeast.flags import Flags
@@ -152,6 +152,7 @@ class Learner:
         self.is_ahead = devices.works_ahead(self.device)
         spaces = env_spec.observation_space, env_spec.action_space
         self.model = make_model(flags, *spaces, self.device)
+        self.weights = [*self.model.parameters(), *self.model.buffers()]
         self.steps_per_batch = flags.batch_size * flags.unroll_length * ranks.size()
         made = make_optimizer(self.model, flags, self.steps_per_batch)
         self.optimizer, self.scheduler = made
@@ -243,34 +244,38 @@ class Update(NamedTuple):
 
 
 def update(
-    learner: Learner, batch: dict[str, Nested], initial_state: State
+    learner: Learner, batch: dict[str, Nested], initial_state: State, is_last: bool
 ) -> Callable[[], dict[str, Any]]:
     """One step of the optimizer. Returns a function that waits, and returns columns.
 
     It raises FloatingPointError if the loss, the gradient or the new weights are not
     finite. On the CPU `update` does, for loss and gradient before the model changes.
     """
-    flags, model, step = learner.flags, learner.model, learner.step
+    flags, step = learner.flags, learner.step
     progress: Any = min(1.0, step / flags.total_steps)
     if flags.compile:  # whose code would have a float as a constant
         progress = torch.full((), progress, device=learner.device)
     loss, sums, columns = learner.model_loss(learner, batch, initial_state, progress)
     learner.optimizer.zero_grad()
     loss.backward()
-    ranks.add_gradients(model.parameters())
-    grad_norm = clip_grad_norm_(model.parameters(), flags.grad_norm_clipping)
-    numbers = means.fetch(join_columns(sums, columns, {"grad_norm": grad_norm}), sums)
+    ranks.add_gradients(learner.weights)
+    grad_norm = clip_grad_norm_(learner.weights, flags.grad_norm_clipping)
+    columns = join_columns(sums, columns, {"grad_norm": grad_norm})
+    if not is_last:  # of its batch: nobody reads the others
+        columns = {k: columns[k] for k in ("total_loss", "grad_norm")}
+    fetched = means.fetch(columns, sums.keys() & columns.keys())
+    numbers = functools.cache(lambda: spread(fetched()))
     if not learner.is_ahead:
-        check_finite(spread(numbers()), batch, flags, step)
+        check_finite(numbers(), batch, flags, step)
     learner.optimizer.step()
-    weights = devices.fetch({"sum_of_weights": sum_of_weights(model)})
+    total = torch.stack([x.detach().sum() for x in learner.weights]).sum()
+    of_weights = devices.fetch({"sum_of_weights": total})
 
     def check() -> dict[str, Any]:
-        found = spread(numbers())
         learner.diverged = True  # unless this passes
-        check_finite(found | weights(), batch, flags, step)
+        check_finite(numbers() | of_weights(), batch, flags, step)
         learner.diverged = False
-        return found
+        return numbers()
 
     if not learner.is_ahead:
         check()
@@ -309,7 +314,8 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
             rows, explored = learner.explorer.explore(rows)
         for _ in range(flags.updates_per_batch // flags.minibatches):
             for part in rollout.minibatches(rows, state, flags.minibatches):
-                checks.append(update(learner, *part))
+                is_last = len(checks) == flags.updates_per_batch - 1
+                checks.append(update(learner, *part, is_last))
         if mixer:
             mixer.carry_states(model)
     advance(learner.scheduler, 1)
@@ -330,7 +336,7 @@ def learn(learner: Learner, batch: dict[str, Nested], initial_state: State) -> U
         for check in checks:
             scalars |= check()
         columns = count_batch(learner, counted(), step, newest)
-        return spread(join_columns(columns, known, method, scalars))
+        return join_columns(columns, known, method, scalars)
 
     return Update(finish, weights, learner.num_updates, (batch, initial_state))
 

@@ -12,12 +12,6 @@ TOO_LARGE = 1e15  # its square nearly overflows float32
 ENVIRONMENT_IS_THE_CAUSE = "The cause is the environment"
 
 
-def sum_of_weights(model: torch.nn.Module) -> torch.Tensor:
-    """A scalar that is finite if all weights are. Takes far less than an update."""
-    weights = model.state_dict().values()
-    return torch.stack([x.sum() for x in weights if x.is_floating_point()]).sum()
-
-
 def find_not_finite(nested: Any, name: str) -> str | None:
     """The first place in a nested state of a tensor that is not finite, or of a NaN."""
     for place, x in with_places(nested, name):

@@ -13,21 +13,20 @@ from torchbeast.base import devices, ranks
 
 
 class Mean(NamedTuple):
-    sum: torch.Tensor  # [...]
-    number: torch.Tensor  # scalar: of steps
+    x: torch.Tensor  # [T, B, ...]
+    steps: torch.Tensor  # [T, B] bool
     column: Callable[[Any], Any] = lambda mean: mean  # what is logged of the mean
 
 
 def mean(x: torch.Tensor, steps: torch.Tensor) -> Mean:
     """The mean of x [T, B, ...] over some steps, [T, B] bool, for a column."""
-    wide = steps.reshape(*steps.shape, *[1] * (x.dim() - 2))
-    return Mean((x.detach() * wide).sum((0, 1)), steps.sum())
+    return Mean(x.detach(), steps)  # computed by `fetch`, if it is needed at all
 
 
 def effective_share(weights: torch.Tensor, steps: torch.Tensor) -> Mean:
     """The effective sample size of n weights [T, B] as a share, (Σw)² / (n Σw²)."""
-    moments = mean(torch.stack([weights, weights.square()], -1), steps)
-    return Mean(moments.sum, moments.number, lambda x: x[0].square() / x[1])
+    x = torch.stack([weights, weights.square()], -1).detach()
+    return Mean(x, steps, lambda mean: mean[0].square() / mean[1])
 
 
 def normalize(
@@ -60,7 +59,10 @@ def fetch(
     own = {name: x for name, x in columns.items() if name not in added}
     means = [name for name, x in own.items() if isinstance(x, Mean)]
     for name in means:
-        added[f"{name} sum"], added[f"{name} number"], _ = own.pop(name)
+        x, steps, _ = own.pop(name)
+        wide = steps.reshape(*steps.shape, *[1] * (x.dim() - 2))
+        added[f"{name} sum"] = (x * wide).sum((0, 1))
+        added[f"{name} number"] = steps.sum()
     wait = devices.fetch(own | ranks.totals(added))
 
     def finish() -> dict[str, Any]:
