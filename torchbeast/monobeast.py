@@ -91,9 +91,8 @@ class Actor:
         num_steps: torch.Tensor | None = None,
     ) -> None:
         self.env, self.unroll_length = env, flags.unroll_length
-        self.model = make_model(
-            flags, env.observation_space, env.action_space, torch.device("cpu")
-        )
+        spaces = env.observation_space, env.action_space
+        self.model = make_model(flags, *spaces, torch.device("cpu"))
         # Before prepare_to_act, whose casts change the layout.
         self.weights = SharedWeights(self.model, weights_memory)
         prepare_to_act(self.model, flags.compile)
@@ -105,9 +104,7 @@ class Actor:
         # NumPy writes to several slots at once, much faster than torch.
         self.slot_rows = map_nested(torch.Tensor.numpy, buffers["rows"])
         self.slot_states = buffers["initial_state"]
-        self.num_steps = (
-            torch.zeros((), dtype=torch.int64) if num_steps is None else num_steps
-        )
+        self.num_steps = torch.tensor(0) if num_steps is None else num_steps
         self.row: dict[str, Nested] | None = None  # the newest, [E, ...] in NumPy
         self.state_before: State = ()  # recurrent state before the newest row
         self.state: State = ()  # recurrent state after it
@@ -147,14 +144,14 @@ class Actor:
             final = to_tensors(final)
         about = row, self.state, self.sample, self.policy_version, final
         outputs, self.state = act_step(self.model, *about)
-        agent_row = map_nested(lambda x: x.squeeze(0).numpy(), outputs)  # [E, ...]
-        self.row = env_row | agent_row
+        self.row = env_row | map_nested(lambda x: x.squeeze(0).numpy(), outputs)
 
     def write(self, slots: list[int], t: int) -> None:
         """Writes the row as row t of the slots."""
+        index = np.array(slots)  # fast; buffer[slots, t] takes up to 7 times as long
 
         def copy(buffer: np.ndarray, x: np.ndarray) -> None:
-            buffer[slots, t] = x  # one slot per environment
+            buffer[:, t][index] = x  # one slot per environment
 
         map_nested(copy, self.slot_rows, self.row)
 
