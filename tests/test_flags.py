@@ -211,6 +211,8 @@ def test_resolving_fills_in_what_is_open():
     flags = resolve()
     assert flags.precision in ("fp32", "bf16")
     assert flags.num_buffers >= flags.num_actors * flags.envs_per_actor
+    slots = "--batch_size 8 --envs_per_actor 16 --num_actors "
+    assert [resolve(slots + A).num_buffers for A in "12"] == [16 + 8, 2 * 16 + 16]
     open_flags = {name for name, value in flags.as_dict().items() if value is None}
     # All whose type has no None are filled in, but the name of a run that is not begun.
     groups = (*GROUPS, *parts.groups())

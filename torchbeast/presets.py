@@ -81,7 +81,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "classic-control": {
         **_PPO,
         "env": "CartPole-v1",
-        "envs_per_actor": 8,
+        "num_actors": 1,
+        "envs_per_actor": 16,
         "baseline_cost": 0.01,
         "total_steps": 500_000,
     },

@@ -27,7 +27,8 @@ def resolve_layout(flags: Flags) -> Flags:
             flags.envs_per_actor = max(1, most)
     E = flags.envs_per_actor
     if flags.num_buffers is None:
-        flags.num_buffers = A * E if flags.sync else A * E + max(B, E)
+        more = max(B, E) if A > 1 else B  # one goes on when the learner has a batch
+        flags.num_buffers = A * E if flags.sync else A * E + more
     # B - 1 rollouts may wait for a batch while each actor waits for E free slots.
     least = max(A * E, E + B - 1)
     if flags.num_buffers < least and not flags.sync:
