@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ def test_the_citation_has_the_version_of_the_package():
         '^version = "(.*)"$', (root / "pyproject.toml").read_text(), re.M
     )
     assert f"\nversion: {package[1]}\n" in (root / "CITATION.cff").read_text()
+
+
+def test_the_pictures_are_as_the_script_draws_them():
+    image = pytest.importorskip("PIL.Image")
+    folder = Path(__file__).parents[2] / "docs/results"
+    script = runpy.run_path(str(folder.parents[1] / "scripts/draw_results.py"))
+    drawn = {x.stem: image.open(x).text["Description"] for x in folder.glob("*.png")}
+    words = {name: script["describe"](name) for name in script["PICTURES"]}
+    assert drawn == words | {f"{name}-dark": x for name, x in words.items()}
 
 
 def test_each_preset_has_a_kept_run():

@@ -3,7 +3,7 @@
     python -m torchbeast.plot XPID [XPID ...]
 
 A curve is a moving average of a column of logs.csv, with the values faintly behind it.
-The title has the protocol; if protocols differ, the legend says in what.
+Without --title it is the protocol; if protocols differ, the legend says in what.
 """
 
 import argparse
@@ -140,8 +140,9 @@ def draw(
         if len(names) > 1:
             shown = [*legend.values()][:MOST_LABELS], [*legend][:MOST_LABELS]
             figure.legend(*shown, loc="outside lower center", frameon=False)
+            figure.set_figheight(figure.get_figheight() + 0.25 * len(shown[1]))
         all_axes[-1].set_xlabel(xlabel)
-        if xlabel != X_AXES["time"][1]:  # it would print 0.05 hours as 50m
+        if "training" not in xlabel:  # it would print 0.05 hours as 50m
             all_axes[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
         figure.suptitle(title, fontsize="medium")
         figure.savefig(out, dpi=200, transparent=dark)
@@ -166,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--iqm", action="store_true", help=iqm_help)
     labels_help = "names of the curves, in the order of the runs or groups"
     add("--labels", nargs="+", metavar="NAME", default=[], help=labels_help)
-    add("--title", help="its first line (the name of a single curve)")
+    add("--title", help="default: what makes scores comparable")
     add("--dark", action="store_true", help="for a dark page")
     out_help = "default: plot.png in the run's folder; of several runs, in this one"
     add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
@@ -182,7 +183,9 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
         groups.check_protocols(groups.by_name(runs))
     name = groups.group_name if grouped else str
     before = dict.fromkeys(name(run.name) for run in runs)
-    labels = dict(zip(before, flags.labels, strict=bool(flags.labels)))
+    if flags.labels and len(flags.labels) != len(before):
+        raise ValueError(f"--labels needs one name each for {', '.join(before)}")
+    labels = dict(zip(before, flags.labels, strict=False))
     common, own = protocol.split_common(run.protocol() for run in runs)
     panels: dict[str, Sequence[Curve]] = {}
     for y in flags.y:
@@ -190,8 +193,9 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
         found = []
         for run, rest in zip(runs, own, strict=True):
             if one := curve(run, flags.x, y, smooth):
+                note = "" if labels else protocol.describe(rest)
                 label = labels.get(name(run.name), run.name)
-                found.append(one._replace(name=label, note=protocol.describe(rest)))
+                found.append(one._replace(name=label, note=note))
             else:
                 print(f"{run.name}: no value of {y} yet")
         panels[y] = group_curves(found, flags.iqm) if grouped else found
@@ -200,10 +204,14 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
     folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
     names = {one.name for curves in panels.values() for one in curves}
     only = list(names) if len(names) == 1 else []  # else the legend has them
-    title = only if flags.title is None else [flags.title]
-    title += textwrap.wrap(protocol.describe(common), WIDTH)
+    lines = [*only, *textwrap.wrap(protocol.describe(common), WIDTH)]
+    title = "\n".join(lines) if flags.title is None else flags.title
     out = flags.out or folder / "plot.png"
-    draw(panels, X_AXES[flags.x][1], "\n".join(title), out, flags.dark)
+    xlabel = X_AXES[flags.x][1]
+    if flags.x == "time" and max(c.x[-1] for y in panels.values() for c in y) < 2:
+        xlabel = "minutes of training"
+        panels = {k: [c._replace(x=c.x * 60) for c in y] for k, y in panels.items()}
+    draw(panels, xlabel, title, out, flags.dark)
     return out
 
 
