@@ -1,25 +1,21 @@
 """A short check that the agent learns; it fails if the algorithm is broken."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import runs
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_cartpole_is_learned(tmp_path):
-    """A random policy keeps the pole up for 22 steps."""
-    flags = {
-        "preset": "classic-control",
-        "total_steps": 60_000,
-        "sync": True,
-    }  # repeatable
-    runs.run(tmp_path, "a", timeout=380, **flags)
-    rows = runs.read_logs(tmp_path, "a")
-    assert float(rows[-1]["mean_game_return_100"]) > 70
-    # Value and policy both learned: without a critic the return gets here, too.
-    assert float(rows[-1]["mean_value"]) > 10
+@pytest.mark.timeout(900)
+def test_the_kept_run_of_cartpole_comes_out_the_same():
+    """Each digit of it; a random policy keeps the pole up for 22 steps, it for 257."""
+    words = [sys.executable, runs.ROOT / "benchmarks" / "exact_run.py"]
+    limit = {"timeout": runs.patience(400)}
+    done = subprocess.run(words, capture_output=True, text=True, **limit)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import exact_run
 import numpy as np
 import pytest
 import regression
@@ -127,3 +128,17 @@ def test_a_permutation_test_against_all_orders():
     assert regression.p_value(new, stored) == pytest.approx(low / len(orders))
     assert regression.p_value([0.0, 0.1, 0.2, 0.3], range(1, 9)) == 1 / 495
     assert regression.p_value([3.0], [3.0]) == 1.0
+
+
+def test_a_repeated_run_is_held_against_each_digit_of_the_kept_one():
+    names = ("step", "total_loss", "mean_game_return_100")
+    kept = [dict(zip(names, (str(i), "2", "20"), strict=True)) for i in range(12)]
+    meta = {"sha256": exact_run.checksum(kept, names), "digits": exact_run.kind()}
+    newer = [row | {"a_new_column": "1"} for row in kept]
+    nearly, far = ([kept[0] | {"total_loss": x}, *kept[1:]] for x in ("2.001", "2.1"))
+    found = newer, nearly, far, [*kept[:11], kept[11] | {"mean_game_return_100": "9"}]
+    assert [exact_run.judge(x, kept, meta)[0] for x in found] == [True, *[False] * 3]
+    meta["digits"] = "another PyTorch"
+    assert [exact_run.judge(x, kept, meta)[0] for x in found] == [True] * 2 + [
+        False
+    ] * 2
