@@ -50,8 +50,8 @@ def kind() -> str:
     return f"PyTorch {torch.__version__} on {platform.machine()}"
 
 
-def train(savedir: str) -> Rows:
-    command = [sys.executable, "-m", "torchbeast.monobeast", *FLAGS.split()]
+def train(savedir: str, flags: list[str]) -> Rows:
+    command = [sys.executable, "-m", "torchbeast.monobeast", *flags]
     done = subprocess.run(
         [*command, "--savedir", savedir, "--xpid", KEPT.name],
         env={**os.environ, "PYTHONPATH": str(ROOT), **KERNELS},
@@ -105,10 +105,11 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="write the kept run anew")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as savedir:
-        rows = train(savedir)
         if args.keep:
-            print(keep(savedir, rows))
+            print(keep(savedir, train(savedir, FLAGS.split())))
             return 0
+        # Not FLAGS: a preset may change.
+        rows = train(savedir, ["--config", str(KEPT / "meta.json")])
     with gzip.open(KEPT / "logs.csv.gz", "rt") as file:
         kept = equal_logs.rows_of(file)
     is_right, text = judge(rows, kept, json.loads((KEPT / "meta.json").read_text()))
