@@ -10,7 +10,7 @@ import pytest
 import runs
 import torch
 from gymnasium import spaces
-from small_envs import Counter, Echo, env_flags, here
+from small_envs import Counter, env_flags, here
 
 from torchbeast.base.errors import FileError, FlagError, MissingPackageError
 from torchbeast.envs.environment import Environment
@@ -251,21 +251,3 @@ def test_what_can_be_cast_is_allowed(monkeypatch):
 def test_a_reward_that_is_not_finite(monkeypatch, reward):
     with pytest.raises(InvalidEnvironmentError, match=r"Returns: .*the rewards \[.*\]"):
         play(monkeypatch, 1, reward=reward)
-
-
-class InfiniteReward(Echo):
-    def __init__(self):
-        super().__init__(spaces.Discrete(2))
-
-    def step(self, action):
-        return np.float32(0), np.inf, False, False, {}
-
-
-def test_a_wrong_environment_ends_the_run_with_one_message(tmp_path):
-    """PolyBeast's. Rewards are clipped, so the loss would be finite."""
-    flags = {**runs.SMALL, "module": "torchbeast.polybeast", "num_actors": 2}
-    flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "batch_size": 6}
-    flags |= {"env": f"{__name__}:InfiniteReward", "reward_clipping": "abs_one"}
-    output = runs.run(tmp_path, "a", **flags, status=1)
-    assert "InfiniteReward: step() returned the rewards [inf" in output
-    assert "Traceback" not in output

@@ -82,21 +82,6 @@ def fails(main, caplog):
 # --- Checkpoints that can't be used ---
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "value", "words"),
-    [
-        ("flags", "batch_size", "two", "flag batch_size is 'two'"),
-        ("model_state_dict", "policy.bias", torch.zeros(9), "size mismatch for policy"),
-    ],
-)
-def test_a_checkpoint_that_can_not_be_used(savedir, fails, part, name, value, words):
-    path = savedir / "a" / "model.tar"
-    saved = torch.load(path, weights_only=True)
-    saved[part][name] = value
-    torch.save(saved, path)
-    assert words in fails(savedir, "--xpid a --total_steps 40 --env faulty:Environment")
-
-
 def test_a_checkpoint_that_makes_bad_weights_stays(savedir):
     """All numbers are finite, but no update can use them."""
     path = savedir / "a" / "model.tar"
@@ -235,12 +220,6 @@ def test_a_run_that_was_killed_starts_over_with_its_flags(savedir, main, fails):
     rows = runs.read_logs(savedir, "a")
     assert [row["_tick"] for row in rows] == [str(i) for i in range(len(rows))]
     assert rows[-1]["step"] == "40"
-
-
-def test_nothing_is_left_of_a_start_that_fails(tmp_path, fails):
-    fails(tmp_path, "--xpid b --env CartPole-v1 --num_buffers 1")
-    fails(tmp_path, "--xpid b --env NoSuchEnvironment-v1")
-    assert not (tmp_path / "b").exists()
 
 
 # --- On another machine, by another script ---

@@ -49,8 +49,13 @@ def flags_of(choice):
     return flags
 
 
+# With these, 16 runs have 440 of the 460 pairs of options.
+SEEDS = [2551, 3940, 2554, 2940, 3481, 1046, 1150, 3330]
+SEEDS += [1776, 1483, 3941, 3429, 1408, 2972, 3978, 2647]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_train_resume_and_test(tmp_path, seed):
     chance = random.Random(seed)
     flags = flags_of({name: chance.choice(x) for name, x in OPTIONS.items()})

@@ -38,10 +38,9 @@ def test_a_game_does_not_depend_on_the_others(words):
     assert sorted(play(other, weights, range(21))) != games
 
 
-@pytest.mark.parametrize("backend", ["native", "python"])
-def test_a_game_of_atari_does_not_depend_on_the_others(backend):
+def test_a_game_of_atari_does_not_depend_on_the_others():
     words = "--env Breakout-v4 --sticky_actions 0.25 --max_episode_frames 600"
-    flags = make_flags(*words.split(), "--atari_backend", backend)
+    flags = make_flags(*words.split())
     weights = make_weights(flags)
     games = sorted(play(flags, weights, range(11)))
     assert len({game[1:] for game in games}) > 2
@@ -130,26 +129,6 @@ def test_what_test_json_has(tmp_path):
     other = read_result(tmp_path)
     assert (other["policy"], other["seed"]) == ("greedy", 6)
     assert other["returns"] != returns
-
-
-def test_the_number_of_processes_changes_nothing(tmp_path):
-    cpus = os.sched_getaffinity(0)
-    if len(cpus) < 2:
-        runs.skip("needs two cores")
-    flags = {**runs.SMALL, "envs_per_actor": 8}  # a process has 8 environments
-    runs.run(tmp_path, "a", **flags, use_lstm=True)
-    results = []
-    for allowed, games in ((cpus, 13), ({min(cpus)}, 9)):
-        os.sched_setaffinity(0, allowed)  # children inherit it
-        try:
-            test = {"mode": "test", "num_test_episodes": games}
-            words = runs.command(tmp_path, "a", **test)
-            runs.finish(runs.start_words(words, fresh=True))
-        finally:
-            os.sched_setaffinity(0, cpus)
-        results.append(read_result(tmp_path))
-    assert [r["hardware"]["cpus"] for r in results] == [len(cpus), 1]
-    assert results[0]["returns"][:9] == results[1]["returns"]
 
 
 class Counting(gymnasium.Wrapper):

@@ -233,13 +233,6 @@ def test_what_can_not_be_used_is_refused(name, flags, words):
         make(name, **flags)
 
 
-def test_a_sync_run_that_saves_is_refused(tmp_path):
-    flags = {**runs.SMALL, "env": "test_vector_envs:grids", "sync": True}
-    process = runs.start(tmp_path, "run", **flags)
-    assert "native vector environments can't" in runs.finish(process)
-    assert process.returncode == 1
-
-
 @pytest.mark.parametrize("task", ["CartPole-v1", "Acrobot-v1"])
 def test_envpool(task):
     """Against EnvPool stepped by hand, whose own autoreset takes a step."""

@@ -35,29 +35,18 @@ def result_of(tmp_path, process):
     return json.loads((tmp_path / "a" / "test.json").read_text()), output
 
 
-def test_games_of_an_environment_that_only_servers_have(tmp_path, serve):
-    """GridWorld's games end after different numbers of steps, some are truncated.
-
-    The servers have another number of environments than the training had.
-    """
-    env = {"env": "environments:GridWorld", "use_lstm": True}
-    runs.run(tmp_path, "a", **{**runs.SMALL, **env})
-    servers = serve(env=env["env"], bind="localhost:0", num_servers=2, envs_per_actor=2)
-    addresses = ",".join(servers.addresses(2))
-    flags = {"server_addresses": addresses, "num_test_episodes": 17}
-    result, _ = result_of(tmp_path, start_test(tmp_path, **flags))
-    assert len(result["returns"]) == len(result["lengths"]) == 17
-    assert result["num_games"] == 17
-    assert result["step"] == 600
-
-
 @pytest.mark.parametrize(("greedy", "module"), [(True, LEARNER), (None, POLYBEAST)])
 def test_servers_get_greedy_or_sampled_actions(tmp_path, serve, greedy, module):
-    env = {"env": "environments:Digits", "total_steps": 100}
+    """The environment is the servers' only. They have fewer than the training had."""
+    env = {"env": "environments:Digits", "use_lstm": True, "total_steps": 100}
     runs.run(tmp_path, "a", **{**runs.SMALL, **env})
-    (address,) = serve(env=env["env"], bind="localhost:0").addresses(1)
-    flags = {"server_addresses": address, "num_test_episodes": 17, "greedy": greedy}
-    result, _ = result_of(tmp_path, start_test(tmp_path, module, **flags))
+    servers = serve(env=env["env"], bind="localhost:0", num_servers=2, envs_per_actor=2)
+    flags = {"server_addresses": ",".join(servers.addresses(2)), "greedy": greedy}
+    process = start_test(tmp_path, module, num_test_episodes=17, **flags)
+    result, _ = result_of(tmp_path, process)
+    assert len(result["returns"]) == result["num_games"] == 17
+    assert result["lengths"] == [5] * 17
+    assert result["step"] == 100
     assert (len(set(result["returns"])) == 1) == bool(greedy)
     assert result["policy"] == ("greedy" if greedy else "sampled")
 

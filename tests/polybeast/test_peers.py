@@ -20,26 +20,10 @@ from peers import (
     unusable_hellos,
 )
 from runs import read_logs
-from watched_runs import Run, starter
+from watched_servers import T
 
 grpc = pytest.importorskip("grpc", reason="needs grpcio and grpcio-tools")
 pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools")
-
-T = 5
-LEARNER = {
-    "module": "torchbeast.polybeast_learner",
-    "env": "CartPole-v1",  # what the peers say that they are
-    "envs_per_actor": E,
-    "unroll_length": T,
-    "batch_size": E,
-    "reward_clipping": "none",
-}
-
-
-@pytest.fixture
-def learn(tmp_path):
-    """Starts learners; what is left of them is killed after the test."""
-    yield from starter(lambda **flags: Run(tmp_path, **{**LEARNER, **flags}))
 
 
 def assert_refused(wire, address, *, begun):

@@ -51,9 +51,8 @@ def assert_nothing_left(process, tmp_path):
 # --- A run ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_lstm", [None, pytest.param(True, marks=pytest.mark.slow)])
-def test_trains_finishes_and_resumes(tmp_path, small, use_lstm):
-    process = runs.start(tmp_path, "a", **small, use_lstm=use_lstm)
+def test_trains_finishes_and_resumes(tmp_path, small):
+    process = runs.start(tmp_path, "a", **small)
     output = runs.finish(process)
     assert process.returncode == 0, output
     assert_nothing_left(process, tmp_path)
@@ -153,6 +152,7 @@ def test_an_environments_error_ends_the_run(tmp_path, small, monkeypatch, error,
     output = runs.finish(process)
     assert process.returncode == 1, output
     assert all(word in output for word in words), output
+    assert output.count("[ERROR ") == 1, output
     assert (tmp_path / "a" / "model.tar").exists()
     assert not json.loads((tmp_path / "a" / "meta.json").read_text())["successful"]
     assert_nothing_left(process, tmp_path)

@@ -44,13 +44,14 @@ def assert_logs_agree(mono, poly, tolerance=1e-5):
             ), (name, row["step"])
 
 
-@pytest.mark.parametrize("more", [{}, WITH_STATE], ids=["plain", "with_state"])
 @pytest.mark.parametrize(
-    ("env", "rounds"),
+    ("env", "rounds", "more"),
     [
-        ("MountainCar-v0", 40),
-        pytest.param("MinAtar/Breakout-v1", 15, marks=pytest.mark.slow),
+        ("MountainCar-v0", 40, {}),
+        ("MountainCar-v0", 40, WITH_STATE),
+        pytest.param("MinAtar/Breakout-v1", 15, {}, marks=pytest.mark.slow),
     ],
+    ids=["plain", "with_state", "images"],
 )
 def test_sync_gives_monobeasts_updates(tmp_path, env, rounds, more):
     """With truncated episodes (MountainCar's, after 200 steps) and convolutions."""
