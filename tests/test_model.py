@@ -60,6 +60,10 @@ def test_every_leaf_reaches_the_outputs_and_every_weight_learns(observation, act
     assert outputs["baseline"].shape == (T, B)
     assert all(x.dtype == torch.float32 for x in outputs.values())
     assert state == ()
+    # Both kinds of features end with the last action, as in checkpoints of before.
+    last = net.distribution.features(rows["last_action"].flatten(0, 1))
+    last = last * ~rows["done"].reshape(-1, 1)
+    assert all(torch.equal(x[:, -last.shape[1] :], last) for x in net.encode(rows))
 
     (outputs["policy_logits"].sum() + outputs["baseline"].sum()).backward()
     for name, parameter in net.named_parameters():
