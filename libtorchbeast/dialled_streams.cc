@@ -42,11 +42,7 @@ End DialledStreams::run_stream() {
   std::optional<Unroll> unroll;
   const End end = end_of([&] { this->unroll(connection, presence, &unroll); });
   if (end.kind == End::kOver) return end;
-  // One that hangs, or never makes a step, is not trusted again until it has made one.
-  presence.fail();
   was_cancelled_ = connection.is_cancelled();
-  const bool has_failed = was_connected_ || was_cancelled_;
-  is_trusted_ = presence.is_proven() || (is_trusted_ && !has_failed);
   // What a run leaves unfinished when it ends was not lost.
   if (unroll && !shared_.is_closing()) num_dropped_ = unroll->num_unfinished_steps();
   shared_.num_dropped_steps += static_cast<uint64_t>(num_dropped_);
@@ -57,7 +53,7 @@ void DialledStreams::unroll(DialledConnection& connection,
                             PoolStreams::Presence& presence,
                             std::optional<Unroll>* unroll) {
   connection.open();
-  if (is_trusted_) presence.trust();
+  presence.trust();
   if (!seeding_) seeding_ = shared_.next_seeding(index_, !answered_before_);
   const wire::EnvHello hello = connection.shake_hands(seeding_, true);
   seeding_.reset();  // used

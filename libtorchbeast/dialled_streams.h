@@ -41,7 +41,6 @@ class DialledStreams {
   bool answered_before_ = false;
   const Clock::time_point began_ = Clock::now();
   bool connected_before_ = false;
-  bool is_trusted_ = true;
   bool is_final_ = false;
   std::string last_text_;
   Backoff backoff_;

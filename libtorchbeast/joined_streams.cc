@@ -80,7 +80,6 @@ End PoolStreams::unroll_joined(Connection& connection, const wire::EnvHello& hel
   });
   // What a run leaves unfinished when it ends was not lost.
   lease.end = is_closing() ? End::kOver : end.kind;
-  if (end.kind == End::kRaised) presence.fail();
   if (end.kind == End::kBrokeRules && !is_closing()) {
     presence.fail();
     count_failure(connection.peer() + " breaks the rules: " + end.text,

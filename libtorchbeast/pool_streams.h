@@ -149,7 +149,6 @@ class PoolStreams::Presence {
     if (!is_proven_) is_present_ = is_proven_ = true;
     if (finished) has_delivered_ = true;
   }
-  bool is_proven() const { return is_proven_; }
   // It ends by a fault of its own: its rollouts no longer speak for it.
   void fail() { has_delivered_ = false; }
 
