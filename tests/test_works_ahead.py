@@ -35,12 +35,12 @@ def test_sync_learns_the_same(tmp_path, more):
     assert runs.logs(tmp_path, "ahead") == runs.logs(tmp_path, "waits")
 
 
-@pytest.mark.parametrize("variant", ["torchbeast.monobeast", "torchbeast.polybeast"])
+@pytest.mark.parametrize("variant", ["monobeast", "polybeast.start"])
 def test_no_update_is_lost(tmp_path, monkeypatch, variant):
     """Each has its row, in order, also the last one; the weights are those after it."""
-    monkeypatch.setenv("VARIANT", variant)
+    monkeypatch.setenv("VARIANT", f"torchbeast.{variant}")
     flags = {**runs.SMALL, "total_steps": 3000, "checkpoint_interval": 0}
-    if variant == "torchbeast.polybeast":
+    if variant == "polybeast.start":
         flags |= {"pipes_basename": f"unix:{tmp_path}/pipe", "num_servers": 2}
         flags |= {"envs_per_actor": 2, "num_learner_threads": 3}
     output = runs.run(tmp_path, "a", module="ahead", **flags)
