@@ -104,23 +104,17 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
 
 
 def draw(
-    panels: dict[str, Sequence[Curve]],
-    xlabel: str,
-    title: str,
-    out: pathlib.Path,
-    dark: bool = False,
+    panels: dict[str, Sequence[Curve]], xlabel: str, title: str, out: Any, dark: bool
 ) -> None:
-    """Draws one panel per entry of `panels`, one below the other, to the file `out`.
-
-    The letters are large enough for a phone.
-    """
+    """Draws one panel per entry of `panels`, one below the other, to the file `out`."""
     from matplotlib import rc_context, style
     from matplotlib.figure import Figure  # unlike pyplot, it needs no display
     from matplotlib.ticker import EngFormatter
 
     names = list(dict.fromkeys(c.name for curves in panels.values() for c in curves))
-    looks = ["dark_background"] if dark else []
+    looks = ["dark_background"] * dark
     with rc_context({"text.parse_math": False}), style.context(looks):  # "$" in a name
+        # Small, so that the letters are large enough for a phone.
         figure = Figure(figsize=(5, 1 + 2.4 * len(panels)), layout="constrained")
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         legend: dict[str, Any] = {}
