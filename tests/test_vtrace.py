@@ -101,9 +101,55 @@ def test_trailing_dimensions_are_broadcast(name):
 
 def test_no_gradient_flows_out():
     inputs = {k: x.requires_grad_() for k, x in tensors(make_inputs()).items()}
-    returns = vtrace.from_importance_weights(**inputs)
+    inputs.pop("log_rhos")  # made of the logits
+    logits = torch.randn(2, T, B, A, requires_grad=True)
+    actions = torch.zeros(T, B, dtype=torch.int64)
+    returns = vtrace.from_logits(logits[0], logits[1], actions, **inputs)
     assert not returns.vs.requires_grad
     assert not returns.pg_advantages.requires_grad
+
+
+def test_bfloat16():
+    """NumPy lacks it, so these take another way."""
+    inputs = tensors(make_inputs())
+    returns = vtrace.from_importance_weights(
+        **{k: x.bfloat16() for k, x in inputs.items()}
+    )
+    expected = vtrace.from_importance_weights(**inputs).vs.bfloat16()
+    torch.testing.assert_close(returns.vs, expected, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("clips", [{}, {"clip_rho": 2.5, "clip_pg_rho": None}])
+def test_from_logits(clips):
+    """Without arguments, the thresholds are 1."""
+    rng = np.random.default_rng(3)
+    behavior, target = rng.normal(scale=2.0, size=(2, T, B, A))
+    actions = rng.integers(A, size=(T, B))
+    inputs = make_inputs()
+    del inputs["log_rhos"]
+    returns = vtrace.from_logits(
+        *(torch.from_numpy(x) for x in (behavior, target, actions)),
+        **tensors(inputs),
+        **{f"{name}_threshold": x for name, x in clips.items()},
+    )
+    log_mu, log_pi = np.zeros((2, T, B))
+    for t in range(T):
+        for b in range(B):
+            a = actions[t, b]
+            mu = np.exp(behavior[t, b]) / np.exp(behavior[t, b]).sum()
+            pi = np.exp(target[t, b]) / np.exp(target[t, b]).sum()
+            log_mu[t, b], log_pi[t, b] = np.log(mu[a]), np.log(pi[a])
+    vs, pg_advantages = ground_truth(log_pi - log_mu, **inputs, **clips)
+    expected = {
+        "vs": vs,
+        "pg_advantages": pg_advantages,
+        "log_rhos": log_pi - log_mu,
+        "behavior_action_log_probs": log_mu,
+        "target_action_log_probs": log_pi,
+    }
+    assert returns._fields == tuple(expected)
+    for name, x in expected.items():
+        np.testing.assert_allclose(getattr(returns, name), x, rtol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize("leading", [(), (B,), (T, B), (2, T, B)])

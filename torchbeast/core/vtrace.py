@@ -20,6 +20,14 @@ class VTraceReturns(NamedTuple):
     pg_advantages: Tensor  # [T, B, C...] float: weights of the log-probabilities
 
 
+class VTraceFromLogitsReturns(NamedTuple):
+    vs: Tensor  # [T, B, C...]
+    pg_advantages: Tensor  # [T, B, C...]
+    log_rhos: Tensor  # [T, B]: log π(a|x) - log μ(a|x)
+    behavior_action_log_probs: Tensor  # [T, B]: log μ(a|x)
+    target_action_log_probs: Tensor  # [T, B]: log π(a|x)
+
+
 def action_log_probs(policy_logits: Tensor, actions: Tensor) -> Tensor:
     """Log-probabilities [...] of actions [...] under softmax(policy_logits [..., A]).
 
@@ -37,6 +45,25 @@ def action_log_probs(policy_logits: Tensor, actions: Tensor) -> Tensor:
 def finite(log_probs: Tensor) -> Tensor:
     """Replaces -inf by the lowest finite number: 0 * x is 0, and so is its gradient."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
+
+
+def from_logits(
+    behavior_policy_logits: Tensor,
+    target_policy_logits: Tensor,
+    actions: Tensor,
+    *steps: Any,
+    **thresholds: Any,
+) -> VTraceFromLogitsReturns:
+    """V-trace for a categorical policy.
+
+    Logits [T, B, A] float of μ and π; actions [T, B] integer, sampled from μ. The
+    others, and the errors: those of from_importance_weights after log_rhos.
+    """
+    behavior = action_log_probs(behavior_policy_logits, actions)
+    target = action_log_probs(target_policy_logits, actions)
+    log_rhos = target - behavior
+    returns = from_importance_weights(log_rhos, *steps, **thresholds)
+    return VTraceFromLogitsReturns(*returns, log_rhos, behavior, target)
 
 
 @torch.no_grad()
@@ -91,7 +118,10 @@ def from_importance_weights(
     # Backwards in time: vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})).
     made: Any = deltas.clone(), discounts * cs
     on_cpu = values.device.type == "cpu" and not torch.compiler.is_compiling()
-    x, decays = [y.numpy() for y in made] if on_cpu else made  # faster, same memory
+    if on_cpu and made[0].dtype != torch.bfloat16:  # NumPy lacks it
+        x, decays = (y.numpy() for y in made)  # the same memory; its calls are faster
+    else:
+        x, decays = made
     for t in reversed(range(len(x) - 1)):
         x[t] += decays[t] * x[t + 1]
     vs = values + made[0]
