@@ -12,8 +12,6 @@ If a resumed run has other code, it adds code.2.patch and sources.2; meta.json h
 names of those of its start. Importing this module does not load torch.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.metadata
@@ -45,7 +43,7 @@ OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DI
 MAX_BYTES = 5_000_000  # of code.patch, and of sources
 
 
-def attach(run: Any) -> Code:
+def attach(run: Any) -> "Code":
     return Code(run.folder, run.flags)
 
 

@@ -5,8 +5,6 @@ The results are columns of logs.csv, in the next row after the games: `eval_retu
 games, which are not those of --mode test. model.best.tar has the best weights.
 """
 
-from __future__ import annotations
-
 import collections
 import logging
 import math
@@ -33,7 +31,7 @@ class Flags(Group):
     eval_episodes: int = flag(10, "games of it", COUNT, FREE, needs="eval_interval")
 
 
-def attach(run: Any) -> Evaluator | None:
+def attach(run: Any) -> "Evaluator | None":
     if not run.flags.eval_interval:
         return None
     if not (games := parts.optional("play.games")):

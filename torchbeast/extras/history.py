@@ -1,7 +1,5 @@
 """--checkpoint_history: checkpoints that stay, evenly over the run."""
 
-from __future__ import annotations
-
 import logging
 import pathlib
 from typing import Any
@@ -17,7 +15,7 @@ class Flags(Group):
     )
 
 
-def attach(run: Any) -> History | None:
+def attach(run: Any) -> "History | None":
     for path in run.folder.glob("model.*.tar") if run.resumed else ():
         step = path.name.split(".")[1]
         if step.isdecimal() and int(step) > run.learner.step:

@@ -5,8 +5,6 @@
 /readyz    200 if it does its work, 503 if not now
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import socketserver
@@ -34,7 +32,7 @@ class Flags(Group):
     )
 
 
-def attach(run: Any) -> Metrics | None:
+def attach(run: Any) -> "Metrics | None":
     return Metrics(run) if run.flags.metrics_port else None
 
 

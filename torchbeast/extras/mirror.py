@@ -4,8 +4,6 @@ URL/XPID has the same files, and mirror.json, see Marker. A file gets its name t
 when it is whole, and model.tar last: then the rows of its steps are there, too.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -79,7 +77,7 @@ def is_of_run(name: str) -> bool:
     return not (hidden or other or "wandb" in parts)
 
 
-def attach(run: Any) -> Mirror | None:
+def attach(run: Any) -> "Mirror | None":
     if run.flags.mirror and run.flags.disable_checkpoint:
         raise FlagError("--mirror has no effect with --disable_checkpoint")
     return Mirror(run.flags.mirror, run.folder) if run.flags.mirror else None

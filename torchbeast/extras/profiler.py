@@ -3,8 +3,6 @@
 chrome://tracing and Perfetto show it. It has all threads of the learner's process.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any
@@ -20,7 +18,7 @@ class Flags(Group):
     write_profiler_trace: bool = flag(False, "profile some updates: trace.json", START)
 
 
-def attach(run: Any) -> Profiler | None:
+def attach(run: Any) -> "Profiler | None":
     return Profiler(run) if run.flags.write_profiler_trace else None
 
 

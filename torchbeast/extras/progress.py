@@ -1,7 +1,5 @@
 """--help; the state of a run, as a live line or every 5 s in the log; how to go on."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import logging
@@ -59,7 +57,7 @@ def command_line(parser: FlagParser, words: Sequence[str]) -> None:
             parser.error(f"there is no flag {name}: {hint}")
 
 
-def attach(run: Any) -> Progress:
+def attach(run: Any) -> "Progress":
     log_encoders(run.learner.model, run.flags.model)
     return Progress(run)
 
@@ -93,9 +91,8 @@ class Progress:
         from tqdm import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        bar = tqdm(
-            total=1, bar_format="{desc}{bar}", dynamic_ncols=True
-        )  # an empty bar
+        # The bar stays empty: the description has all.
+        bar = tqdm(total=1, bar_format="{desc}{bar}", dynamic_ncols=True)
         # Its end gives the log its handlers of now: out.log is closed after the stack.
         self.run.stack.callback(bar.close)
         level = logging.root.handlers[0].level  # see print_warnings_only

@@ -17,8 +17,6 @@ The first line of a record is JSON: flags, and versions of packages. Each event 
 written at once, so a killed run leaves at most a torn last one, which is not read.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import pathlib
@@ -46,7 +44,7 @@ class Flags(Group):
     record: bool = flag(False, "record the order, for torchbeast.tools.repeat", FREE)
 
 
-def attach(run: Any) -> Recorder | None:
+def attach(run: Any) -> "Recorder | None":
     for first, path in records_of(run.folder).items():
         if first >= run.learner.step:  # this start makes these steps again
             path.unlink()
@@ -116,7 +114,7 @@ class Recorder:
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.folder / f"record.{run.learner.step}"
 
-    def actors(self, actors: Any, rows: dict[str, Any]) -> RecordedActors:
+    def actors(self, actors: Any, rows: dict[str, Any]) -> "RecordedActors":
         flags = self.run.flags.as_dict()
         header = {"flags": flags, "flags_signature": trust.sign(flags)}
         with writing(self.path):

@@ -1,7 +1,5 @@
 """--tensorboard: event files in the folder of the run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchbeast.base.errors import needing
@@ -13,7 +11,7 @@ class Flags(Group):
     tensorboard: bool = flag(False, "also write TensorBoard event files", FREE)
 
 
-def attach(run: Any) -> TensorBoard | None:
+def attach(run: Any) -> "TensorBoard | None":
     return TensorBoard(run) if run.flags.tensorboard else None
 
 

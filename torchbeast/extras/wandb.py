@@ -4,8 +4,6 @@ A resumed run goes on with the same run there. The variables WANDB_MODE, WANDB_E
 and so on have their effects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pathlib
@@ -25,7 +23,7 @@ class Flags(Group):
     wandb: str | None = flag(None, "project at Weights & Biases to log to", FREE)
 
 
-def attach(run: Any) -> WeightsAndBiases | None:
+def attach(run: Any) -> "WeightsAndBiases | None":
     return WeightsAndBiases(run) if run.flags.wandb else None
 
 

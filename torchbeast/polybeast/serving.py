@@ -26,7 +26,6 @@ from torchbeast.polybeast.security import (
     security,
     tls_fault,
 )
-from torchbeast.polybeast.seldom import Seldom
 from torchbeast.procs import children, processes
 
 log = logging.getLogger("torchbeast.polybeast_env")
@@ -83,7 +82,8 @@ def _watch(
     signals = processes.WakePipe()
     signals.wake_on_signals()
     main, steps = threading.get_ident(), 0
-    is_due = Seldom(supervisor.BEAT_SECONDS / 2)  # environments may have timers
+    # Not by the loop's own pauses: environments may have timers, which end them early.
+    is_due = supervisor.Seldom(supervisor.BEAT_SECONDS / 2)
 
     def is_stuck() -> bool:
         nonlocal steps
@@ -118,7 +118,7 @@ def run_client(flags: Flags, client: Any, say: Callable[[str], None]) -> None:
     learner, over, faults = flags.join, threading.Event(), []
 
     def watch() -> None:
-        is_new = Seldom(supervisor.REPEAT_SECONDS)
+        is_new = supervisor.Seldom(supervisor.REPEAT_SECONDS)
         while not over.wait(WATCH_SECONDS):
             stats = client.stats()
             why = "" if stats["connected"] else stats["last_error"]

@@ -12,7 +12,6 @@ from torchbeast.base.errors import UserError
 from torchbeast.flags import Flags
 from torchbeast.polybeast import security
 from torchbeast.polybeast.security import ServerError
-from torchbeast.polybeast.seldom import Seldom
 from torchbeast.procs import children
 
 log = logging.getLogger(__name__)
@@ -31,6 +30,21 @@ class Finished(Exception):
 
 class RefusedForGood(ServerError):
     """The learner refuses, and trying again would not help."""
+
+
+class Seldom:
+    """A call returns True at most once per key in so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._times: dict[str, float] = {}
+
+    def __call__(self, key: str = "") -> bool:
+        now = time.monotonic()
+        is_due = now - self._times.get(key, float("-inf")) >= self.seconds
+        if is_due:
+            self._times[key] = now
+        return is_due
 
 
 @dataclasses.dataclass

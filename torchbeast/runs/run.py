@@ -8,8 +8,6 @@ with Run(start, learner) as run:
 return run.exit_status
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools
@@ -53,7 +51,7 @@ class Run:
         self,
         start: Start,
         learner: Any,
-        attach: Iterable[Callable[[Run], Any]] = (),
+        attach: Iterable[Callable[["Run"], Any]] = (),
         until: int | None = None,
     ) -> None:
         self.start, self.learner, self.flags = start, learner, start.flags
@@ -91,7 +89,7 @@ class Run:
         self._threads = Threads(self.wake)
         self.start_thread, self.on_stop = self._threads.start, self._threads.on_stop
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         with contextlib.ExitStack() as undo:
             undo.callback(self.abandon)
             undo.callback(self.guests.close, 1)  # those made before an error

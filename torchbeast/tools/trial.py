@@ -1,7 +1,5 @@
 """A short training run, measured by its own files. Benchmarks measure with it, too."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -57,7 +55,7 @@ class Trial:
             )
         self._guardian.guard(self.process.pid)
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> "Trial":
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
