@@ -249,8 +249,13 @@ def test_python_and_cpp_train_one_policy(start_client, tmp_path):
         start_client(language, address, "--num_envs", 8, "--seed", 1)
         for language in ("python", "cpp")
     ]
-    flags = {"preset": "classic-control", "precision": "fp32", "torch_threads": 1}
-    flags |= {"listen": address, "num_actors": 2, "total_steps": 10_000}
+    flags = {"preset": "classic-control", "envs_per_actor": 8, "torch_threads": 1}
+    flags |= {
+        "precision": "fp32",
+        "listen": address,
+        "num_actors": 2,
+        "total_steps": 10_000,
+    }
     runs.run(tmp_path, "a", module="torchbeast.polybeast_learner", **flags)
     assert all("The stream has ended after" in finish(client) for client in clients)
     assert [client.returncode for client in clients] == [0, 0]
