@@ -347,7 +347,9 @@ TEST_F(JoinLossesTest, WhoNeverStepsDoesNotKeepTheRunAlive) {
   options.check = end_without_streams(Milliseconds(2000));
   Session run(options);
   auto error = std::async(std::launch::async, [&] {
-    return error_of<TransportError>([&] { run.wait(); });
+    const std::string text = error_of<TransportError>([&] { run.wait(); });
+    listener->close();  // else who joins now waits for the next pool
+    return text;
   });
   // One after the other sends its first observation, and is gone.
   const auto is_over = [&] {
