@@ -11,6 +11,7 @@ from small_envs import env_flags, here
 from torchbeast.envs.environment import Environment
 from torchbeast.envs.extra_fields import GAME_OVER
 from torchbeast.extras.envs.atari import atari_game, make_atari, make_atari_vec
+from torchbeast.local.actors import actor_context
 
 # The native path draws the number of no-ops with the C++ standard library, which
 # differs between platforms.
@@ -172,3 +173,9 @@ def test_a_wrapper_may_end_the_game():
         assert row["truncated"][0] == row["game_over"][0] == (step % 11 == 0)
         assert row["game_step"][0] == (step - 1) % 11 + 1
     env.close()
+
+
+def test_actors_share_the_memory_of_the_emulators_packages():
+    with actor_context().Pool(1) as pool:
+        loaded = pool.apply_async(eval, ("'ale_py' in __import__('sys').modules",))
+        assert loaded.get(60)

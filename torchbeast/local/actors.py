@@ -34,7 +34,8 @@ def actor_context() -> Any:
     """The start method of processes that run environments."""
     # Never fork a process that has threads: the copy can inherit a locked lock.
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torchbeast.model", "torchbeast.envs.environment"])
+    shared = ["model", "envs.environment", "extras.envs.atari"]  # in all copies' memory
+    context.set_forkserver_preload([f"torchbeast.{name}" for name in shared])
     return context
 
 
