@@ -134,8 +134,11 @@ def test_the_log_says_which_encoder_each_observation_gets(caplog):
     space = spaces.Dict({"a": image, "c": spaces.Discrete(6)})
     net = make_net(space, ACTION_SPACES["discrete"])
     progress.log_encoders(net, "shallow")
+    net.is_image = []  # as with --encoder
+    progress.log_encoders(net, "shallow", "my_net:Mine")
     count = sum(x.numel() for x in net.parameters())
     assert caplog.messages == [
         "The model: observation['a']: (8, 8, 11) → shallow; "
-        f"observation['c']: Discrete(6) → MLP; {count:,} weights."
+        f"observation['c']: Discrete(6) → MLP; {count:,} weights.",
+        f"The model: my_net:Mine; {count:,} weights.",
     ]

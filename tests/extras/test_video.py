@@ -56,6 +56,8 @@ def test_a_file_that_can_not_be_written(tmp_path):
         contextlib.closing(Video(str(tmp_path / "gone" / "a.mp4"))) as video,
     ):
         video.add(plain(100, 100, 0))
+    with pytest.raises(FlagError, match=r"must end in \.mp4, got 'a\.gif'"):
+        Video("a.gif")
     full = tmp_path / "full.mp4"
     full.symlink_to("/dev/full")
     video = Video(str(full))

@@ -137,7 +137,7 @@ def test_group_curves():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "Runs in {savedir}: a, b, c."),
+        (["nope*"], "Runs in {savedir} (--savedir): a, b, c."),
         (["a", "--y", "retrun"], "Its columns: _tick, _time, step, frames, mean_game_"),
         (["b"], "there is nothing to draw yet"),
         (["a", "--smooth", "0"], "0 is not from 1 to 1,000,000"),

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 
 import pytest
@@ -10,7 +11,7 @@ import sweeps
 import watched_runs
 
 from torchbeast.runs.files import read_meta
-from torchbeast.tools import grid, sweep
+from torchbeast.tools import grid, report, sweep
 from torchbeast.tools.groups import by_name
 from torchbeast.tools.saved_runs import read_run
 
@@ -38,7 +39,7 @@ def refused(tmp_path, capsys, caplog):
 
 
 @pytest.mark.slow
-def test_a_grid_with_seeds(tmp_path):
+def test_a_grid_with_seeds(tmp_path, capsys):
     own = ["--jobs", "2", "--seeds", "1-2", "--grid", "use_lstm=true,false"]
     own += ["--grid", "entropy_cost=0.02"]
     sweeps.finished(tmp_path, *own)
@@ -59,6 +60,10 @@ def test_a_grid_with_seeds(tmp_path):
     output = sweeps.finished(tmp_path, *own)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
     assert output.count(" finished.") == 4
+    command = shlex.split(output.partition("-m torchbeast.report ")[2])
+    report.main(command)
+    table = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[1] for line in table] == sorted(kinds)
 
 
 @pytest.mark.slow

@@ -58,11 +58,11 @@ def command_line(parser: FlagParser, words: Sequence[str]) -> None:
 
 
 def attach(run: Any) -> "Progress":
-    log_encoders(run.learner.model, run.flags.model)
+    log_encoders(run.learner.model, run.flags.model, run.flags.encoder)
     return Progress(run)
 
 
-def log_encoders(model: Any, torso: str) -> None:
+def log_encoders(model: Any, torso: str, encoder: str | None = None) -> None:
     """Logs which encoder each observation gets, and the number of weights."""
     is_image = getattr(model, "is_image", [])  # of another model: only the weights
     leaves = with_places(parts_of(model.observation_space), "observation")
@@ -70,8 +70,8 @@ def log_encoders(model: Any, torso: str) -> None:
         f"{place}: {getattr(leaf, 'shape', None) or leaf} → {torso if image else 'MLP'}"
         for (place, leaf), image in zip(leaves, is_image, strict=False)
     ]
-    count = sum(x.numel() for x in model.parameters())
-    log.info("The model: %s.", "; ".join([*parts, f"{count:,} weights"]))
+    count = f"{sum(x.numel() for x in model.parameters()):,} weights"
+    log.info("The model: %s.", "; ".join(filter(None, [*parts, encoder, count])))
 
 
 class Progress:

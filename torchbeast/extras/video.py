@@ -50,6 +50,8 @@ class Video:
     """A video in H.264, with one frame per step. All frames have the same size."""
 
     def __init__(self, path: str, env: str = "") -> None:
+        if not path.endswith(".mp4"):
+            raise FlagError(f"--video must end in .mp4, got {path!r}")
         self.env = env  # for messages
         self.path = os.path.abspath(path)  # environments may change the directory
         self.size: tuple[int, ...] = ()  # height and width

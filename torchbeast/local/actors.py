@@ -181,8 +181,7 @@ class Actors:
             state, memory = saved and pickle.dumps(saved[i]), self.weights.memory
             about = actor_class, self.flags, env_spec, first + i, buffers, memory
             name = f"actor {first + i}"
-            child = self.group.start(name, run_actor, *about, state, steps)
-            child.steps = steps
+            self.group.start(name, run_actor, *about, state, steps).steps = steps
         return list(self.group.alive)
 
     def timing_shares(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import glob
 import gzip
 import itertools
 import json
@@ -103,7 +104,7 @@ def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
     names = [path.parent.name for path in logs if not path.parent.is_symlink()]
     raise ValueError(
         f"no run {xpid!r}: neither {savedir / xpid} nor {xpid} has a logs.csv. "
-        f"Runs in {savedir}: {', '.join(sorted(names)) or 'none'}."
+        f"Runs in {savedir} (--savedir): {', '.join(sorted(names)) or 'none'}."
     )
 
 
@@ -113,17 +114,18 @@ def read_runs(
     """Reads each run once. Runs of the same name are named by their folders.
 
     Args:
+      xpids: names or patterns ("a-*") in savedir, or folders.
       wanted: columns. All columns of many long runs would not fit into the memory.
 
     Raises:
       ValueError: there is no such run.
     """
-    folders = list(dict.fromkeys(find_run(xpid, savedir) for xpid in xpids))
+    found = [sorted(glob.glob(x, root_dir=savedir)) or [x] for x in xpids]
+    folders = [*dict.fromkeys(find_run(x, savedir) for x in itertools.chain(*found))]
     runs = [read_run(folder, wanted) for folder in folders]
     if len({run.name for run in runs}) == len(runs):
         return runs
-    pairs = zip(folders, runs, strict=True)
-    return [run._replace(name=str(folder)) for folder, run in pairs]
+    return [x._replace(name=str(y)) for x, y in zip(runs, folders, strict=True)]
 
 
 def read_run(folder: pathlib.Path, wanted: Collection[str] | None = None) -> SavedRun:

@@ -167,7 +167,8 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         how = children.how_it_ended(statuses[job])
         log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
     finished = sum(status == 0 for status in statuses.values())
-    log.info("Finished: %d runs, in %s", finished, sweep.savedir)
+    table = f"--savedir {sweep.savedir} --group '{sweep.name}-*'"
+    log.info("Finished: %d runs. python -m torchbeast.report %s", finished, table)
     if stopped_by:
         log.warning("Give the same command again to continue with the other runs.")
     if failed:
