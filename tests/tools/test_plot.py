@@ -8,7 +8,7 @@ from test_files import FileWriter
 
 from torchbeast.tools import plot
 from torchbeast.tools.groups import group_name
-from torchbeast.tools.saved_runs import find_run, read_run
+from torchbeast.tools.saved_runs import find_runs, read_run
 
 
 def make_run(savedir, xpid, returns, flags=None, **columns):
@@ -49,7 +49,8 @@ def test_a_compressed_log_reads_as_the_plain_one(tmp_path):
     logs = path / "logs.csv"
     (path / "logs.csv.gz").write_bytes(gzip.compress(logs.read_bytes()))
     logs.unlink()
-    assert find_run("run", tmp_path) == path
+    assert find_runs("run", tmp_path) == [path]
+    assert find_runs("r*", tmp_path) == [path]  # not what is no run
     for name, column in read_run(path).columns.items():
         np.testing.assert_array_equal(column, plain.columns[name])
 

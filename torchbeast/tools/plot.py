@@ -17,7 +17,7 @@ import numpy as np
 from torchbeast.base.errors import needing
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.grid import positive
-from torchbeast.tools.saved_runs import SavedRun, find_run, read_runs
+from torchbeast.tools.saved_runs import SavedRun, find_runs, read_runs
 
 # Flag → (column, label of the axis).
 X_AXES = {
@@ -195,7 +195,7 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
         panels[y] = group_curves(found, flags.iqm) if grouped else found
     if not any(panels.values()):
         raise ValueError("there is nothing to draw yet")
-    folder = find_run(flags.xpids[0], savedir) if len(runs) == 1 else pathlib.Path()
+    folder = find_runs(flags.xpids[0], savedir)[0] if len(runs) == 1 else pathlib.Path()
     names = {one.name for curves in panels.values() for one in curves}
     only = list(names) if len(names) == 1 else []  # else the legend has them
     lines = [*only, *textwrap.wrap(protocol.describe(common), WIDTH)]

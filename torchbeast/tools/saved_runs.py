@@ -91,15 +91,16 @@ class SavedRun(NamedTuple):
         return seconds
 
 
-def find_run(xpid: str, savedir: pathlib.Path) -> pathlib.Path:
-    """The folder of the run: savedir/xpid, or xpid itself if it is a path.
+def find_runs(xpid: str, savedir: pathlib.Path) -> list[pathlib.Path]:
+    """Folders of runs: savedir/xpid, of a pattern ("a-*") all; or else the path xpid.
 
     Raises:
       ValueError: neither has a logs.csv; the message lists the runs in savedir.
     """
-    for folder in (savedir / xpid, pathlib.Path(xpid).expanduser()):
-        if any((folder / name).is_file() for name in LOGS):
-            return folder.resolve()
+    there = sorted(glob.glob(xpid, root_dir=savedir)) or [xpid]
+    for paths in [savedir / x for x in there], [pathlib.Path(xpid).expanduser()]:
+        if runs := [x.resolve() for x in paths if any((x / y).is_file() for y in LOGS)]:
+            return runs
     logs = savedir.glob("*/logs.csv")
     names = [path.parent.name for path in logs if not path.parent.is_symlink()]
     raise ValueError(
@@ -114,14 +115,12 @@ def read_runs(
     """Reads each run once. Runs of the same name are named by their folders.
 
     Args:
-      xpids: names or patterns ("a-*") in savedir, or folders.
       wanted: columns. All columns of many long runs would not fit into the memory.
 
     Raises:
       ValueError: there is no such run.
     """
-    found = [sorted(glob.glob(x, root_dir=savedir)) or [x] for x in xpids]
-    folders = [*dict.fromkeys(find_run(x, savedir) for x in itertools.chain(*found))]
+    folders = [*dict.fromkeys(x for xpid in xpids for x in find_runs(xpid, savedir))]
     runs = [read_run(folder, wanted) for folder in folders]
     if len({run.name for run in runs}) == len(runs):
         return runs
