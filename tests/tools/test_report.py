@@ -225,6 +225,8 @@ def test_on_a_terminal_it_is_aligned():
     assert report.aligned(rows) == "seed: 1\nrun\na  \nabc"
     more = [rows[0] | {"y": "22"}, rows[1] | {"y": "3"}]
     assert report.aligned(more) == "seed: 1\nrun  y \na    22\nabc  3 "
+    wide = [rows[0] | {"y": "2" * 70}, rows[1] | {"y": "3"}]
+    assert report.aligned(wide) == f"seed: 1\na: {'2' * 70}\nabc: 3\nrun\na  \nabc"
 
 
 def test_methods_over_several_tasks(tmp_path, capsys):

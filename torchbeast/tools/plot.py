@@ -142,32 +142,6 @@ def draw(
         figure.savefig(out, dpi=200, transparent=dark)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchbeast.plot",
-        description="Draw learning curves of one or several runs to a PNG.",
-    )
-    add = parser.add_argument
-    add("xpids", nargs="+", metavar="XPID", help="a name in savedir, or a folder")
-    add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
-    add("--x", choices=X_AXES, default="step")
-    y_help = "columns of logs.csv, one panel each"
-    add("--y", nargs="+", metavar="COLUMN", default=["mean_game_return"], help=y_help)
-    smooth_help = "average over the last N values (10; 1 for evaluations)"
-    add("--smooth", type=positive, metavar="N", help=smooth_help)
-    group_help = "mean and standard deviation over runs whose names differ by a seed"
-    add("--group", action="store_true", help=group_help)
-    iqm_help = "like --group, with the interquartile mean and its 95 %% interval"
-    add("--iqm", action="store_true", help=iqm_help)
-    labels_help = "names of the curves, in the order of the runs or groups"
-    add("--labels", nargs="+", metavar="NAME", default=[], help=labels_help)
-    add("--title", help="default: what makes scores comparable")
-    add("--dark", action="store_true", help="for a dark page")
-    out_help = "default: plot.png in the run's folder; of several runs, in this one"
-    add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
-    return parser
-
-
 def plot(flags: argparse.Namespace) -> pathlib.Path:
     """Draws what the flags ask for. Returns the file."""
     savedir = flags.savedir.expanduser()
@@ -210,7 +184,33 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m torchbeast.plot",
+        description="Draw learning curves of one or several runs to a PNG.",
+    )
+    add = parser.add_argument
+    add(
+        "xpids",
+        nargs="+",
+        metavar="XPID",
+        help="a name or pattern in savedir, or a folder",
+    )
+    add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
+    add("--x", choices=X_AXES, default="step")
+    y_help = "columns of logs.csv, one panel each"
+    add("--y", nargs="+", metavar="COLUMN", default=["mean_game_return"], help=y_help)
+    smooth_help = "average over the last N values (10; 1 for evaluations)"
+    add("--smooth", type=positive, metavar="N", help=smooth_help)
+    group_help = "mean and standard deviation over runs whose names differ by a seed"
+    add("--group", action="store_true", help=group_help)
+    iqm_help = "like --group, with the interquartile mean and its 95 %% interval"
+    add("--iqm", action="store_true", help=iqm_help)
+    labels_help = "names of the curves, in the order of the runs or groups"
+    add("--labels", nargs="+", metavar="NAME", default=[], help=labels_help)
+    add("--title", help="default: what makes scores comparable")
+    add("--dark", action="store_true", help="for a dark page")
+    out_help = "default: plot.png in the run's folder; of several runs, in this one"
+    add("--out", type=pathlib.Path, metavar="FILE.png", help=out_help)
     flags = parser.parse_args(argv)
     try:
         with needing("torchbeast.plot", "matplotlib"):

@@ -164,13 +164,15 @@ def filled(rows: Sequence[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def aligned(rows: Sequence[dict[str, str]]) -> str:
-    """For a terminal: what all rows share, a line each, then a table of the rest."""
+    """For a terminal: what all rows share, long cells, then a table of the rest."""
     lines, table = [], []
     for name, cells in filled(rows).items():
+        width = max(map(len, [name, *cells]))
         if len(set(cells)) == 1:
             lines.append(f"{name}: {cells[0]}")
+        elif width > 60:  # such as protocols: a line each
+            lines += [f"{next(iter(row.values()))}: {row[name]}" for row in rows]
         else:
-            width = max(map(len, [name, *cells]))
             table.append([x.ljust(width) for x in [name, *cells]])
     return "\n".join([*lines, *map("  ".join, zip(*table, strict=True))])
 
@@ -189,7 +191,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Print a table of runs; into a pipe or a file, in Markdown.",
     )
     add = parser.add_argument
-    add("xpids", nargs="*", metavar="RUN", help="a name in savedir, or a folder")
+    add(
+        "xpids",
+        nargs="*",
+        metavar="RUN",
+        help="a name or pattern in savedir, or a folder",
+    )
     add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
     group_help = "a row per group of runs whose names differ only by a seed at the end"
     add("--group", action="store_true", help=group_help)
