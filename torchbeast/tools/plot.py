@@ -189,12 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Draw learning curves of one or several runs to a PNG.",
     )
     add = parser.add_argument
-    add(
-        "xpids",
-        nargs="+",
-        metavar="XPID",
-        help="a name or pattern in savedir, or a folder",
-    )
+    add("xpids", nargs="+", metavar="XPID", help="a name, a pattern or a folder")
     add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
     add("--x", choices=X_AXES, default="step")
     y_help = "columns of logs.csv, one panel each"

@@ -191,12 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Print a table of runs; into a pipe or a file, in Markdown.",
     )
     add = parser.add_argument
-    add(
-        "xpids",
-        nargs="*",
-        metavar="RUN",
-        help="a name or pattern in savedir, or a folder",
-    )
+    add("xpids", nargs="*", metavar="RUN", help="a name, a pattern or a folder")
     add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
     group_help = "a row per group of runs whose names differ only by a seed at the end"
     add("--group", action="store_true", help=group_help)
