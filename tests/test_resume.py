@@ -201,7 +201,10 @@ def test_a_run_without_its_checkpoint(savedir, fails):
     assert "There is no model.previous.tar to go on from" in message
 
 
-def test_a_run_that_was_killed_starts_over_with_its_flags(savedir, main, fails):
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_run_that_was_killed_starts_over_with_its_flags(
+    savedir, main, fails, learned
+):
     """It does not train the default --env in the folder of another game."""
     for name in ("model.tar", "model.previous.tar"):
         (savedir / "a" / name).unlink()
@@ -213,6 +216,9 @@ def test_a_run_that_was_killed_starts_over_with_its_flags(savedir, main, fails):
     path.write_text("{}")
     assert "there is no model.tar" in fails(savedir, "--xpid a --total_steps 40")
     path.write_text(json.dumps(meta))
+    logs = savedir / "a" / "logs.csv"
+    if not learned:
+        logs.write_text(logs.read_text().partition("\n")[0] + "\n")
     assert main(savedir, "--xpid a --total_steps 40")[0] == 0
     found = json.loads(path.read_text())
     free = {"savedir": str(savedir), "total_steps": 40}

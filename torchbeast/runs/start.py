@@ -109,16 +109,14 @@ def begin(
             if place.exists():
                 saved = checkpoint.load(place)
                 flags = merge_saved(typed, saved, place)
-            step = saved["stats"]["step"] if saved else None
-            if any(parts.call("fetch", flags, path, step)):
+            if any(parts.call("fetch", flags, path, saved and saved["stats"]["step"])):
                 saved = checkpoint.load(place)
                 flags = merge_saved(typed, saved, place)
         before, note = saved, f"Run {path.name} in {path}."
         if saved:
             check_changes(flags, saved)
             note += f" Resuming at step {saved['stats']['step']}."
-        elif any(read_rows(path)):
-            before = died_early(path, flags.disable_checkpoint)
+        elif before := died_early(path, flags.disable_checkpoint):
             flags = merge_saved(typed, before, path / "meta.json")
             note += " It died before its first checkpoint, and starts over."
         else:
@@ -151,7 +149,7 @@ def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flag
     return flagset.merge(typed, saved, str(path), outdated)
 
 
-def died_early(folder: Path, disable_checkpoint: bool) -> dict[str, Any]:
+def died_early(folder: Path, disable_checkpoint: bool) -> dict[str, Any] | None:
     """The meta.json of a run that died before its first checkpoint, or FlagError."""
     from torchbeast.runs import checkpoint
 
@@ -159,6 +157,8 @@ def died_early(folder: Path, disable_checkpoint: bool) -> dict[str, Any]:
     args = meta.get("args", {"disable_checkpoint": True})
     ended = meta.get("successful") or args.get("disable_checkpoint")
     if ended or disable_checkpoint or checkpoint.previous_path(path).exists():
+        if not any(read_rows(folder)):
+            return None  # a new run: nothing was learned
         raise FlagError(
             f"{folder} has a run, and there is no {path.name} to resume from, or "
             f"--disable_checkpoint forbids it. {checkpoint.way_back(path)}. Or choose "
