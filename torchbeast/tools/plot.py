@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("xpids", nargs="+", metavar="XPID", help="a name, a pattern or a folder")
     add("--savedir", type=pathlib.Path, default="~/logs/torchbeast")
     add("--x", choices=X_AXES, default="step")
-    y_help = "columns of logs.csv, one panel each"
+    y_help = "columns of logs.csv, one panel each (mean_game_return)"
     add("--y", nargs="+", metavar="COLUMN", default=["mean_game_return"], help=y_help)
     smooth_help = "average over the last N values (10; 1 for evaluations)"
     add("--smooth", type=positive, metavar="N", help=smooth_help)
