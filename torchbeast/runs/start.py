@@ -150,7 +150,7 @@ def merge_saved(typed: flagset.Typed, saved: dict[str, Any], path: Path) -> Flag
 
 
 def died_early(folder: Path, disable_checkpoint: bool) -> dict[str, Any] | None:
-    """The meta.json of a run that died before its first checkpoint, or FlagError."""
+    """The meta.json of a run that died before its first checkpoint; None: a new run."""
     from torchbeast.runs import checkpoint
 
     path, meta = folder / "model.tar", read_meta(folder)
