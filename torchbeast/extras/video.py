@@ -74,8 +74,7 @@ class Video:
     def _open(self, height: int, width: int) -> tuple[int, int]:
         with needing("--video", "imageio-ffmpeg"):
             from imageio_ffmpeg import write_frames
-        with open(self.path, "wb"):  # raises a clear OSError
-            pass
+        open(self.path, "wb").close()  # raises a clear OSError
         times = math.ceil(LEAST_PIXELS / min(height, width))
         # H.264 needs even numbers.
         even = f"scale=ceil(iw*{times}/2)*2:ceil(ih*{times}/2)*2:flags=neighbor"
