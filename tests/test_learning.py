@@ -26,7 +26,8 @@ def test_steering_is_learned_with_the_preset_mujoco(tmp_path):
     A random policy has 1.4, and 9 is the most that is possible.
     """
     flags = {"preset": "mujoco", "env": "environments:Steering", "sync": True}
-    runs.run(tmp_path, "a", timeout=380, **flags, total_steps=12_000)
+    small = {"batch_size": 8, "updates_per_batch": 16, "minibatches": 4}
+    runs.run(tmp_path, "a", timeout=380, **flags, **small, total_steps=12_000)
     rows = runs.read_logs(tmp_path, "a")
     assert float(rows[-1]["mean_game_return_100"]) > 4
 
