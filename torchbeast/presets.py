@@ -86,8 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "baseline_cost": 0.01,
         "total_steps": 500_000,
     },
-    # Continuous control, with normalization and 5 passes over 2,048 steps. Passes over
-    # fewer steps move the policy too far (docs/notebook/learning.md, Walker2d).
+    # Continuous control. Passes over fewer than 2,048 steps move the policy too far.
     "mujoco": {
         **_PPO,
         "env": "HalfCheetah-v5",
