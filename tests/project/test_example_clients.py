@@ -218,7 +218,9 @@ def test_a_program_with_a_loop_of_its_own(tmp_path, monkeypatch):
     parts = {"x": spaces.Box(-9, 9, (3,)), "n": spaces.Discrete(50, start=7)}
     observe = [{"x": np.full(3, i), "n": 7 + i} for i in range(5)]
     actions = set()
-    with Caller(address, spaces.Dict(parts), spaces.Discrete(3, start=5)) as agent:
+    both_spaces = spaces.Dict(parts), spaces.Discrete(3, start=5)
+    wait = {"maximum_downtime_s": runs.patience(60)}  # until the learner listens
+    with Caller(address, *both_spaces, **wait) as agent:
 
         def play():
             for episode in itertools.count():
