@@ -26,8 +26,8 @@ def test_steering_is_learned_with_the_preset_mujoco(tmp_path):
     A random policy has 1.4, and 9 is the most that is possible.
     """
     flags = {"preset": "mujoco", "env": "environments:Steering", "sync": True}
-    small = {"batch_size": 8, "updates_per_batch": 16, "minibatches": 4}
-    runs.run(tmp_path, "a", timeout=380, **flags, **small, total_steps=12_000)
+    flags |= {"envs_per_actor": 32, "total_steps": 24_000}
+    runs.run(tmp_path, "a", timeout=380, **flags)
     rows = runs.read_logs(tmp_path, "a")
     assert float(rows[-1]["mean_game_return_100"]) > 4
 
