@@ -34,10 +34,8 @@ def action_log_probs(policy_logits: Tensor, actions: Tensor) -> Tensor:
     That of a logit -inf is -inf. Raises ValueError if the shapes don't match.
     """
     if policy_logits.shape[:-1] != actions.shape:
-        raise ValueError(
-            f"actions {list(actions.shape)} don't fit policy_logits [..., A] "
-            f"{list(policy_logits.shape)}"
-        )
+        a, p = list(actions.shape), list(policy_logits.shape)
+        raise ValueError(f"actions {a} don't fit policy_logits [..., A] {p}")
     log_policy = F.log_softmax(policy_logits, dim=-1)
     return log_policy.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
 
@@ -116,15 +114,8 @@ def from_importance_weights(
         skipped = ~valid.reshape(*valid.shape, *heads)
         deltas, cs = deltas.masked_fill(skipped, 0), cs.masked_fill(skipped, 0)
     # Backwards in time: vs_t - V(x_t) = δ_t + γ_t c_t (vs_{t+1} - V(x_{t+1})).
-    made: Any = deltas.clone(), discounts * cs
-    on_cpu = values.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_cpu and made[0].dtype != torch.bfloat16:  # NumPy lacks it
-        x, decays = (y.numpy() for y in made)  # the same memory; its calls are faster
-    else:
-        x, decays = made
-    for t in reversed(range(len(x) - 1)):
-        x[t] += decays[t] * x[t + 1]
-    vs = values + made[0]
+    accumulate(deltas, discounts * cs, -1)
+    vs = values + deltas
 
     next_vs = torch.cat([vs[1:], bootstrap_value.unsqueeze(0)])
     pg_rhos = _clip(rhos, clip_pg_rho_threshold)
@@ -132,6 +123,15 @@ def from_importance_weights(
     if valid is not None:
         pg_advantages = pg_advantages.masked_fill(skipped, 0)
     return VTraceReturns(vs=vs, pg_advantages=pg_advantages)
+
+
+def accumulate(x: Any, decays: Any, step: int) -> None:
+    """x[t] += decays[t] * x[t - step] in place; step 1: forwards in time, or -1."""
+    on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and x.dtype != torch.bfloat16:  # NumPy lacks it
+        x, decays = x.numpy(), decays.numpy()  # the same memory; its calls are faster
+    for t in range(len(x))[::step][1:]:
+        x[t] += decays[t] * x[t - step]
 
 
 def policy_loss(
