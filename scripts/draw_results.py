@@ -53,6 +53,11 @@ PICTURES = {
     "half_cheetah": Picture(
         "HalfCheetah", ("half_cheetah-?",), ("seed 1", "seed 2", "seed 3"), ()
     ),
+    "mujoco_half_cheetah": Picture("HalfCheetah-v5", ("mujoco-half_cheetah-??",)),
+    "mujoco_hopper": Picture("Hopper-v5", ("mujoco-hopper-??",)),
+    "mujoco_walker2d": Picture("Walker2d-v5", ("mujoco-walker2d-??",)),
+    "mujoco_ant": Picture("Ant-v5", ("mujoco-ant-??",)),
+    "mujoco_swimmer": Picture("Swimmer-v5", ("mujoco-swimmer-??",)),
     "laser_breakout": Picture(
         "MinAtar Breakout", ("impala-breakout-?", "laser-breakout-?"), LASER
     ),
