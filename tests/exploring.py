@@ -43,6 +43,7 @@ class Teacher(Method):
         super().__init__()
         self.discount = discount
         self.actor = Guide(int(observation_space.n))
+        self.actor.register_buffer("mask", torch.full((2,), -torch.inf))
 
     def make_optimizer(self):
         return torch.optim.Adam(self.parameters(), lr=0.1)

@@ -97,15 +97,11 @@ def test_truncated(tmp_path, saved, share):
     [
         ("flags", None),
         ("model_state_dict", [1]),
-        ("model_state_dict", {"weight": torch.tensor([1.0, torch.nan])}),
-        ("optimizer_state_dict", {"state": {0: {"square": torch.tensor(torch.inf)}}}),
     ],
 )
 def test_contents_that_can_not_be_used(tmp_path, name, value):
     torch.save(make_state(1) | {name: value}, tmp_path / "model.tar")
-    finite = not isinstance(value, dict)
-    words = "has no attribute 'items'" if finite else f"{name}.* is not finite"
-    with pytest.raises(checkpoint.CheckpointError, match=words):
+    with pytest.raises(checkpoint.CheckpointError, match="has no attribute 'items'"):
         checkpoint.load(tmp_path / "model.tar")
 
 

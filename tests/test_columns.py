@@ -96,8 +96,8 @@ def test_the_columns_of_a_fork(fork, tmp_path):
 
 
 def test_a_field_of_the_name_of_another_ends_the_run_with_one_message(fork, tmp_path):
-    field = 'EXTRA_FIELDS["reward"] = ExtraField((), np.float32, of="step")\n'
+    field = 'EXTRA_FIELDS["valid"] = ExtraField((), np.bool_, of="step")\n'
     fork(FORK.replace("if __name__", field + "if __name__"))
     output = runs.run(tmp_path, "a", **FLAGS, status=1)
-    assert "InvalidEnvironmentError: EXTRA_FIELDS declares reward" in output
+    assert "InvalidEnvironmentError: EXTRA_FIELDS declares valid" in output
     assert "Traceback" not in output

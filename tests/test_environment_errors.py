@@ -247,7 +247,8 @@ def test_what_can_be_cast_is_allowed(monkeypatch):
     assert observation["numbers"][1].tolist() == [7.0, 7.0]
 
 
-@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, None])
-def test_a_reward_that_is_not_finite(monkeypatch, reward):
-    with pytest.raises(InvalidEnvironmentError, match=r"Returns: .*the rewards \[.*\]"):
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, None, np.zeros(1)])
+def test_a_reward_that_can_not_be_used(monkeypatch, reward):
+    words = r"Returns: .*the rewards \[.*\]|reward array.*must be a number"
+    with pytest.raises(InvalidEnvironmentError, match=words):
         play(monkeypatch, 1, reward=reward)

@@ -22,26 +22,28 @@ def make_batch():
 
 def test_the_cause_of_a_loss_that_is_not_finite(monkeypatch):
     batch = make_batch()
-    assert "The cause is the update" in find_cause(batch, False)
+    assert "The cause is the update" in find_cause(batch)
     batch["reward"][2, 1] = float("nan")
     batch["reward"][3, 1] = float("inf")
-    assert "the reward is nan" in find_cause(batch, False)
-    assert "observation" not in find_cause(batch, False)
+    assert "the reward is nan" in find_cause(batch)
+    assert "observation" not in find_cause(batch)
     batch = make_batch()
     batch["observation"]["vector"][0][1, 2, :] = -float("inf")
-    cause = find_cause(batch, False)
+    cause = find_cause(batch)
     assert "the observation['vector'][0] is -inf" in cause
     assert "reward" not in cause
     monkeypatch.setitem(EXTRA_FIELDS, "goal", ExtraField((2,), np.float32, of="step"))
     batch = make_batch() | {"goal": torch.zeros(6, 3, 2)}
     batch["goal"][1, 2, 0] = math.nan
-    assert "the goal is nan" in find_cause(batch, False)
+    assert "the goal is nan" in find_cause(batch)
+    batch = make_batch() | {"truncation_value": torch.full((6, 3), math.nan)}
+    assert "the environment: the last observation of" in find_cause(batch)
 
 
 def test_values_that_are_too_large():
     batch = make_batch()
     batch["reward"][2, 1] = 1e38
-    assert "the reward is 1e+38" in find_cause(batch, False)
-    assert "The cause is the update" in find_cause(batch, reward_is_clipped=True)
+    assert "the reward is 1e+38" in find_cause(batch)
+    batch = make_batch()
     batch["observation"]["vector"][0][1, 2, 1] = -1e30
-    assert "vector'][0] is -1e+30" in find_cause(batch, True)
+    assert "vector'][0] is -1e+30" in find_cause(batch)

@@ -248,6 +248,7 @@ def test_the_environments_fit_the_slots(A, B, sync):
         (f"--seed {2**64}", ["--seed", f"below {2**64}", f"got {2**64}"]),
         (f"--total_steps {2**63}", [f"at most {2**63 - 1}", f"got {2**63}"]),
         ("--learn_start 7", ["--learn_start has no effect without --replay_ratio"]),
+        ("--core a:B", ["--core has no effect without --use_lstm"]),
         ("--actor_timeout inf", ["--actor_timeout", "(0, 1e+06]", "got inf"]),
         (
             "--batch_size 4 --unroll_length 30 --total_steps 119",

@@ -92,7 +92,8 @@ class Model(Group):
     encoder_width: float = flag(1.0, "times as many units in the encoders", WIDTH)
     layer_norm: bool = flag(False, "normalize the layers of the encoders")
     use_lstm: bool = flag(False, "add a recurrent core, see --core")
-    core: str = flag("lstm", "lstm, gru or a class", metavar="KIND|MODULE:CLASS[JSON]")
+    core: str = flag("lstm", "lstm, gru or a class", needs="use_lstm",
+        metavar="KIND|MODULE:CLASS[JSON]")
     core_size: int = flag(256, "units of a layer of the core", COUNT, needs="use_lstm")
     core_layers: int = flag(1, "layers of the core", COUNT, needs="use_lstm")
     forget_bias: float = flag(0.0, "of the core; 1 or 2 help", FINITE, needs="use_lstm")
@@ -105,7 +106,7 @@ class Layout(Group):
     batch_size: int = flag(4, "rollouts per learner batch", COUNT)
     unroll_length: int = flag(20, "steps per rollout", COUNT)
     actor_timeout: float = flag(120.0, "seconds that a step may take", SECONDS, FREE)
-    num_learner_threads: int = flag(1, "gather batches", COUNT, alias="num_threads")
+    num_learner_threads: int = flag(1, "gathering batches", COUNT, alias="num_threads")
     torch_threads: int = flag(None, "of the learner (default: half the cores)", COUNT)
     disable_cuda: bool = flag(False, "use no GPU", FREE)
     learner_device: str | None = flag(None, "cuda:1, xpu, mps (default: a GPU)", FREE)
@@ -128,7 +129,7 @@ class Loss(Group):
     trace_decay: float = flag(1.0, "V-trace's λ", SHARE, TUNE)
     normalize_advantages: bool = flag(False, "scale to mean 0 and deviation 1", TUNE)
     clip_ratio: float = flag(math.inf, "PPO's ε (inf: none)", POSITIVE_OR_INF, TUNE)
-    max_policy_lag: int | None = flag(None, "of steps, in updates", COUNT_OR_0, TUNE)
+    max_policy_lag: int | None = flag(None, "updates, of used steps", COUNT_OR_0, TUNE)
 
 
 class Optimizer(Group):

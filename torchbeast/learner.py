@@ -152,7 +152,7 @@ class Learner:
         self.is_ahead = devices.works_ahead(self.device)
         spaces = env_spec.observation_space, env_spec.action_space
         self.model = make_model(flags, *spaces, self.device)
-        self.weights = [*self.model.parameters(), *self.model.buffers()]
+        self.weights = [*self.model.parameters()]  # buffers may hold masks of -inf
         self.steps_per_batch = flags.batch_size * flags.unroll_length * ranks.size()
         made = make_optimizer(self.model, flags, self.steps_per_batch)
         self.optimizer, self.scheduler = made
@@ -192,7 +192,7 @@ class Learner:
         return {**parts, "rng": checkpoint.rng_state(), "stats": stats}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a checkpoint. Raises CheckpointError if it does not fit."""
+        """Restores a checkpoint; what does not fit raises an error, see Run."""
         checkpoint.check_fit(state["model_state_dict"], self.model)
         before = state["flags"]
         if (old := before["optimizer"]) != self.flags.optimizer:

@@ -21,7 +21,7 @@ from torchbeast.core.observations import is_image, iterate_observation, iterate_
 from torchbeast.core.rollout import State
 from torchbeast.core.vtrace import VTraceReturns
 from torchbeast.encoders import VectorEncoder, initialize
-from torchbeast.envs.values import MASK, mask_space
+from torchbeast.envs.values import MASK, agent_is_present, mask_space
 from torchbeast.flags import Flags
 from torchbeast.recurrent import make_core
 
@@ -214,13 +214,19 @@ class Net(nn.Module):
 
         `joined` joins a tensor with those of other learners, along a dimension.
         """
+        present = agent_is_present(batch["observation"])  # [T + 1, B] bool, or True
+
+        def add(moments: Any, values: torch.Tensor, rows: slice) -> None:
+            there = ... if present is True else joined(present[rows].flatten(), 0)
+            moments.update(joined(values, 0)[there])  # without absent agents
+
         if self.vector and self.vector.moments:
             rows = map_nested(lambda x: x[1:], batch)
             values = self.vector.join(self._leaves(rows)[1])
-            self.vector.moments.update(joined(values, 0))
+            add(self.vector.moments, values, slice(1, None))
         if self.return_moments is not None:
             returns = self.return_moments.sums(batch, state[-1 - self.explorer_states])
-            self.return_moments.update(joined(returns[1:].flatten(), 0))
+            add(self.return_moments, returns[1:].flatten(), slice(-1))
 
     def _split(self, leaves: list) -> tuple[list, list]:
         """Those of the images, and the others."""

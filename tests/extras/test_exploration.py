@@ -181,11 +181,15 @@ def test_a_method_with_all_parts(tmp_path, module):
     (state,) = before["explorer_state_dict"]["optimizer"]["state"].values()
     assert state["step"] == len(rows)
     runs.run(tmp_path, "run", **{**flags, "total_steps": 900})
-    (state,) = saved(tmp_path, "run")["explorer_state_dict"]["optimizer"][
-        "state"
-    ].values()
+    after = saved(tmp_path, "run")
+    (state,) = after["explorer_state_dict"]["optimizer"]["state"].values()
     assert state["step"] == len(runs.read_logs(tmp_path, "run"))
     assert column(runs.read_logs(tmp_path, "run"), "hint")[len(rows)] > 2.5
+    del after["explorer_state_dict"]
+    torch.save(after, tmp_path / "run" / "model.tar")
+    output = runs.run(tmp_path, "run", **flags | {"total_steps": 1200}, status=1)
+    assert "does not fit these flags: KeyError('explorer_state_dict')" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("head", [False, True])

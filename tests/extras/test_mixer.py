@@ -68,7 +68,7 @@ def test_states_are_those_of_whole_episodes():
         ("reward", np.nan, "the reward is nan"),
         ("reward", -np.inf, "the reward is -inf"),
         ("policy_logits", np.nan, "The cause is the update"),
-        ("truncation_value", np.inf, "The cause is the update"),
+        ("truncation_value", np.inf, "the last observation of an episode"),
     ],
 )
 def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):
@@ -149,6 +149,9 @@ def test_implied_kl_of_all_spaces():
         torch.testing.assert_close(found, expected)
         shifted = implied_kl(discrete, target + 5, behavior - 3, clip_rho)
         torch.testing.assert_close(shifted, expected)
+    far = torch.tensor([[120.0, 0.0], [0.0, 120.0]])  # min(μ, π) is nearly uniform
+    found = implied_kl(make_distribution(spaces.Discrete(2)), *far, 1.0)
+    assert found.item() == pytest.approx(math.log(2), rel=1e-5)
     for space in (spaces.MultiDiscrete([3, 4]), spaces.Box(-1, 1, (1,), np.float32)):
         distribution = make_distribution(space)
         pair = torch.randn(2, 1, distribution.num_logits)

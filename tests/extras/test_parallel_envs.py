@@ -214,6 +214,7 @@ def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
     words = ("--env", "agent_games:Fading", "--envs_per_actor", "6", "--unroll_length")
     words += ("13", "--batch_size", "6", "--num_actors", "1", "--precision", "fp32")
     words += ("--rollouts", rollouts, "--normalize_advantages", "--disable_cuda", *core)
+    words += ("--normalize_rewards", "--normalize_observations")
     flags = make_flags(*words)
     weights = []
     for changed in (False, True):
@@ -238,7 +239,7 @@ def test_nothing_is_learned_from_rows_of_absent_agents(rollouts, core):
             after[1:] = absent[:-1]
             batch["reward"][after] = 9.0
         columns = learn(learner, batch, state).finish()
-        weights.append([x.clone() for x in learner.model.parameters()])
+        weights.append([x.clone() for x in learner.model.state_dict().values()])
         ends = batch["done"][1:] & ~absent[:-1]
         assert learner.counters.episodes == learner.counters.games == ends.sum()
         lengths = batch["episode_step"][1:][ends]

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,8 +186,12 @@ def test_until_saves_the_checkpoint_of_that_moment(tmp_path):
     assert again["stats"] == saved["stats"]
     for name, x in saved["model_state_dict"].items():
         assert torch.equal(x, again["model_state_dict"][name])
-    words = command(tmp_path, "a-repeated", "a")
-    assert "a-repeated exists: choose --xpid" in runs.run_words(words, status=1)
+    (tmp_path / "b").mkdir()
+    shutil.copytree(tmp_path / "a-repeated", tmp_path / "b" / "a-repeated")
+    for savedir in tmp_path, tmp_path / "b":
+        words = command(savedir, "a-repeated", str(tmp_path / "a"))
+        assert "a-repeated exists: choose --xpid" in runs.run_words(words, status=1)
+    assert "omit --serial" in runs.run_words([*words, "--serial"], status=1)
 
 
 # --- Differences ---

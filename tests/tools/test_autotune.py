@@ -15,7 +15,6 @@ from cpu_time import process_tree
 from torchbeast.runs import flagset
 from torchbeast.tools import autotune, trial, variants
 from torchbeast.tools.autotune import Layout, choose, layouts
-from torchbeast.tools.trial import Tried
 
 
 def load(variant):
@@ -93,8 +92,6 @@ def test_it_prints_flags_and_leaves_nothing(variant, tmp_path, capsys, monkeypat
     assert re.fullmatch(r"--num_actors 2 --envs_per_actor \d+", out[-1])
     speed = float(re.search(r"([\d,]+) steps per", out[-2])[1].replace(",", ""))
     assert 0 < speed < 100_000
-    assert "learn" in out[-4]
-    assert {"monobeast": "wait", "polybeast": "batcher"}[variant] in out[-3]
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "copy").exists()
     assert not list(tmp_path.glob("torchbeast-autotune-*"))
@@ -106,7 +103,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
     def spy(command, folder, seconds):
         assert command[:3] == [sys.executable, "-m", "torchbeast.monobeast"]
         seen.append(flagset.parse(load("monobeast").make_parser(), command[3:]))
-        return Tried(1000.0, {})
+        return 1000.0
 
     monkeypatch.setattr(autotune, "try_command", spy)
     line = f"--preset minatar --learning_rate 0.003 --wandb x --savedir {tmp_path}"

@@ -115,12 +115,14 @@ def test_the_results_of_the_docs_have_rows():
     ("test", "message"),
     [(None, "no run 'b'"), ("{", "test.json is damaged"), ('{"a": 1}', "KeyError")],
 )
-def test_errors(tmp_path, capsys, test, message):
+@pytest.mark.parametrize("more", [[], ["--group"]])
+def test_errors(tmp_path, capsys, test, message, more):
     path = make_run(tmp_path)
     if test is not None:
-        (path / "test.json").write_text(test)
+        (path / "test.json").write_text(test.replace("a", "policy" if more else "a"))
+    words = ["b" if test is None else "a", "--savedir", str(tmp_path), *more]
     with pytest.raises(SystemExit, match="2"):
-        report.main(["b" if test is None else "a", "--savedir", str(tmp_path)])
+        report.main(words)
     assert message in capsys.readouterr().err
 
 
@@ -170,13 +172,14 @@ def test_a_row_per_group(tmp_path, capsys):
     a = make_group(tmp_path, "a", [1.0, 2.0, 30.0, 4.0, 5.0])
     b = make_group(tmp_path, "b", [3.0])
     more = ["--savedir", tmp_path, "--group", "--at", "100", "150"]
-    first, second = table(capsys, *a, *b, *more)
+    FileWriter(str(tmp_path), "a-6", FLAGS).close(0)  # it has just begun
+    first, second = table(capsys, *a, "a-6", *b, *more)
     low, high = iqm_interval([np.array([1.0, 2.0, 30.0, 4.0, 5.0])])
     middle = stats.trim_mean([1, 2, 30, 4, 5], 0.25)
     assert first == {
         "group": "a",
         "task": "MinAtar/Breakout-v1",
-        "runs": "5",
+        "runs": "5 (1 without a return left out)",
         "steps": "200",
         "IQM at 100 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
         "IQM at 150 [95 %]": f"{middle / 2:.2f} [{low / 2:.2f}, {high / 2:.2f}]",
@@ -210,7 +213,7 @@ def test_tests_falls_and_seeds_of_tuning(tmp_path, capsys):
         assert "IQM of tests [95 %]" not in row
     with pytest.raises(SystemExit):
         report.main([*names, *map(str, more), "2", "3"])
-    assert "all have seeds of --tuned_on" in capsys.readouterr().err
+    assert "all seeds are of --tuned_on" in capsys.readouterr().err
 
 
 def test_scores_of_every_atari_game():
@@ -241,7 +244,7 @@ def test_methods_over_several_tasks(tmp_path, capsys):
     assert pole["IQM at the end [95 %]"].startswith("175.00 [")
     middle = stats.trim_mean([0.5, 1.0, 1.5, 0.2, 0.5], 0.25)
     assert both["task"] == "all 2, normalised"
-    assert both["runs"] == "5"
+    assert both["runs"] == "3 + 2"
     assert both["IQM at the end [95 %]"].startswith(f"{middle:.2f} [")
     assert other["group"] == "two"
     assert len(table(capsys, *words)) == 3  # no references, so no row over all tasks
@@ -256,7 +259,7 @@ def test_methods_over_several_tasks(tmp_path, capsys):
         (["a-1", "--group", "--at", "201"], "'a-1' ends before step 201"),
         (["a-1", "--group", "--at", "50"], "'a-1': no game has ended until then"),
         (["a-1", "--method", "m", "b-1"], "give either runs, or --method"),
-        (["--method", "m"], "m has no runs"),
+        (["--method", "m"], "m has no return yet"),
         (["--method", "m", "a-1", "c-1"], "have different protocols"),
         (["--method", "m", "a-1", "b-1", "--scores", "{}"], "has no 'MinAtar/Break"),
         (["--method", "m", "a-1", "--scores", "[1]"], "two returns per task, such as"),

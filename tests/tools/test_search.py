@@ -61,6 +61,8 @@ def test_a_trial_that_fails(tmp_path):
     own = [*SPACE, "--trials", "2", "--jobs", "2"]
     output = sweeps.finished(tmp_path, *own, status=1, env="nowhere:Nothing")
     assert [trial.state for trial in trials(tmp_path)] == [STATE.FAIL] * 2
+    own = ["--name", "t", "--search", "precision=choice:fp31:fp33", "--trials", "2"]
+    assert "Failed: all trials." in sweeps.finished(tmp_path, *own, status=1)
     assert "Trial 1: a run has failed, or has no return." in output
     assert "nowhere" in output.partition("console.log:")[2]
 

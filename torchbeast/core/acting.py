@@ -11,6 +11,7 @@ from torchbeast.base.errors import UserError
 from torchbeast.base.nested import Nested, flatten, map_nested
 from torchbeast.core import rollout
 from torchbeast.core.rollout import State
+from torchbeast.envs.extra_fields import TAKEN
 
 # A torchbeast.model.Net. Nothing in core imports it, so that a fork can replace it.
 Net = Any
@@ -118,9 +119,7 @@ def row_spec(model: Net) -> dict[str, Nested]:
     check_result(result, state, model.distribution.num_logits)
     outputs, _ = act_step(model, row, state, model.distribution.mode)
     model.train(was_training)
-    if twice := sorted(environment.keys() & outputs.keys()):
-        raise ModelError(
-            f"the model outputs {', '.join(twice)}, a field of environments"
-        )
+    if twice := sorted((environment.keys() | TAKEN) & outputs.keys()):
+        raise ModelError(f"the model outputs {', '.join(twice)}: the name is taken")
     agent = map_nested(lambda x: rollout.Spec(tuple(x.shape[2:]), x.dtype), outputs)
     return environment | agent

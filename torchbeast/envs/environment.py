@@ -20,7 +20,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from torchbeast.base.nested import flatten, map_nested
 from torchbeast.envs import make_env
-from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, make_fields
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, FIELDS, TAKEN, make_fields
 from torchbeast.envs.seeded_games import game_seed, make_games
 from torchbeast.envs.values import (
     InvalidEnvironmentError,
@@ -108,7 +108,7 @@ class Environment:
         Without num_envs it makes one, or as many as a game has agents. `around`
         surrounds all calls of environments. Raises what `create_env` raises.
         """
-        if taken := EXTRA_FIELDS.keys() & {"observation", "last_action", *FIELDS}:
+        if taken := EXTRA_FIELDS.keys() & TAKEN:
             raise InvalidEnvironmentError(f"EXTRA_FIELDS declares {', '.join(taken)}")
         self._around = around or contextlib.nullcontext()
         # What environments set by np.seterr() stays among them.

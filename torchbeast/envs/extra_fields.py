@@ -37,6 +37,10 @@ FIELDS: dict[str, Any] = {
     "game_over": np.bool_,
 }
 
+# What the learner adds to a batch; and all names that other fields can't have.
+LEARNER_FIELDS = {"valid", "replayed", "intrinsic_reward", "intrinsic_discount"}
+TAKEN = {"observation", "last_action", *FIELDS, *LEARNER_FIELDS}
+
 # Declare fields here and nowhere else. A field is zero if the info lacks it. Examples:
 # {"lives": ExtraField((), np.int64, of="step")}
 # {"goal": ExtraField((2,), np.float32, of="observation")}

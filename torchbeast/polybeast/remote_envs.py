@@ -20,7 +20,7 @@ from torchbeast.base.hardware import memory_limit
 from torchbeast.core import rollout
 from torchbeast.core.distributions import make_distribution
 from torchbeast.envs import make_env
-from torchbeast.envs.extra_fields import EXTRA_FIELDS
+from torchbeast.envs.extra_fields import EXTRA_FIELDS, LEARNER_FIELDS
 from torchbeast.envs.values import as_stack, check_mask
 from torchbeast.flags import Flags
 from torchbeast.local.env_spec import EnvSpec
@@ -28,7 +28,6 @@ from torchbeast.polybeast import env_connection, security
 
 log = logging.getLogger(__name__)
 
-REPLAY_FIELDS = {"replayed", "valid"}  # which extras/replay adds to a batch
 PATIENCE = 5.0  # least seconds without a step until others get their turn, see settle
 
 
@@ -106,7 +105,7 @@ def check_fields(spec: dict[str, Any], found: dict[str, Any], where: str) -> Non
     for name, field in found["extra_fields"].items():
         dtype = rollout.to_torch_dtype(field["dtype"])
         seen = rollout.Spec(tuple(field["shape"]), dtype)
-        if name in REPLAY_FIELDS or seen != spec.get(name, seen):
+        if name in LEARNER_FIELDS or seen != spec.get(name, seen):
             raise ValueError(
                 f"the field {name!r} is {field['dtype']} {list(field['shape'])}, and "
                 f"the learner's field of this name is {spec.get(name, 'its own')}"

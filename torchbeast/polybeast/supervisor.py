@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import multiprocessing as mp
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,14 +34,14 @@ class RefusedForGood(ServerError):
 
 
 class Seldom:
-    """A call returns True at most once per key in so many seconds."""
+    """A call returns True once per key in so many seconds; digits make no new key."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._times: dict[str, float] = {}
 
     def __call__(self, key: str = "") -> bool:
-        now = time.monotonic()
+        key, now = re.sub(r"\d+", "", key), time.monotonic()
         is_due = now - self._times.get(key, float("-inf")) >= self.seconds
         if is_due:
             self._times[key] = now

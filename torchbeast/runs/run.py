@@ -57,7 +57,8 @@ class Run:
         self.start, self.learner, self.flags = start, learner, start.flags
         self.resumed, self.folder = start.saved is not None, start.folder.path
         if start.saved:
-            learner.load_state_dict(start.saved)
+            with errors.using(self.folder / "model.tar", "does not fit these flags"):
+                learner.load_state_dict(start.saved)
         elif not ranks.rank():
             parts.call("initialize", self.flags, learner.model)
         ranks.copy_first(learner.model.state_dict().values())

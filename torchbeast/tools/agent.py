@@ -137,7 +137,7 @@ class Agent:
         tensors = to_tensors(row)
         results, core = act_step(self.model, tensors, state.core, choose)
         if results["policy_logits"].isnan().any():
-            cause = find_cause(tensors, reward_is_clipped=True)
+            cause = find_cause(tensors)
             raise ValueError(f"--env {self.flags.env}: the logits are NaN. {cause}")
         totals = environment.restart(state.totals, ended, row["game_over"])
         new_state = AgentState(core, results["action"], totals)
@@ -161,9 +161,7 @@ def _stack(space: gymnasium.Space, observation: Any) -> tuple[Any, int, bool]:
             if n := len(flatten(leaves)[0]):
                 several = values.read(space, observation, (n,))
                 return map_nested(np.array, several), n, False
-        raise ValueError(
-            f"{error}. A batch of such observations is possible, too"
-        ) from None
+        raise ValueError(f"{error}. A batch of such is possible, too") from None
 
 
 def _fill(

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from torchbeast.base.errors import FlagError
 from torchbeast.base.hardware import num_cpus
-from torchbeast.core.timings import format_shares
 from torchbeast.flags import Flags
 from torchbeast.runs import flagset, start
 from torchbeast.tools import variants
-from torchbeast.tools.trial import Tried, try_command
+from torchbeast.tools.trial import try_command
 
 log = logging.getLogger(__name__)
 
@@ -86,18 +85,12 @@ def choose(speeds: dict[Layout, float]) -> Layout:
     return min(same, key=lambda x: (x.num_envs, x.num_actors))
 
 
-def report(tries: dict[Layout, Tried]) -> str:
+def report(speeds: dict[Layout, float]) -> str:
     """What to print. The last line has the flags."""
-    speeds = {x: run.sps for x, run in tries.items()}
-    best = choose(speeds)
-    timings = tries[best].timings
-    shares = timings.get("actors") or timings.get("streams") or {}
-    fastest_first = sorted(speeds, key=lambda x: -speeds[x])
+    best, fastest_first = choose(speeds), sorted(speeds, key=lambda x: -speeds[x])
     lines = [
         "steps per second   layout",
         *(f"{speeds[x]:16,.0f}   {x}" for x in fastest_first),
-        f"Time of the learner: {format_shares(timings.get('learner') or {})}",
-        f"Time of actors or streams: {format_shares(shares)}",
         f"Measured {speeds[best]:,.0f} steps per second, with",
         str(best),
     ]
@@ -129,13 +122,13 @@ def tune(variant: str, words: Sequence[str], seconds: float = SECONDS) -> int:
 
     flags = resolve(None)
     command = [sys.executable, "-m", f"torchbeast.{variant}", *words]
-    tries: dict[Layout, Tried] = {}
+    speeds: dict[Layout, float] = {}
     for layout in layouts(resolve, num_cpus()):
         with tempfile.TemporaryDirectory(prefix="torchbeast-autotune-") as folder:
             whole = [*command, *trial_words(flags, layout)]
-            tries[layout] = try_command(whole, Path(folder), seconds)
-        log.info("%s: %.0f steps per second", layout, tries[layout].sps)
-    sys.stdout.write(report(tries) + "\n")
+            speeds[layout] = try_command(whole, Path(folder), seconds)
+        log.info("%s: %.0f steps per second", layout, speeds[layout])
+    sys.stdout.write(report(speeds) + "\n")
     return 0
 
 

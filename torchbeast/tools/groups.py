@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torchbeast.base.errors import FlagError
 from torchbeast.tools import protocol
 from torchbeast.tools.saved_runs import SavedRun
 
@@ -32,13 +33,13 @@ def by_name(items: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def check_protocols(groups: Mapping[str, Sequence[SavedRun]]) -> None:
-    """Raises ValueError if runs of one group have different protocols."""
+    """Raises FlagError if runs of one group have different protocols."""
     for name, members in groups.items():
         _, own = protocol.split_common(run.protocol() for run in members)
         if any(own):
             pairs = zip(members, own, strict=True)
             each = [f"{run.name}: {protocol.describe(x)}" for run, x in pairs if x]
-            raise ValueError(
+            raise FlagError(
                 f"the runs of the group {name} have different protocols, so their "
                 f"mean says nothing ({'; '.join(each)}). Leave out some of them"
             )

@@ -9,7 +9,7 @@ Without --title it is the protocol; if protocols differ, the legend says in what
 import argparse
 import pathlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,11 +61,13 @@ def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
     Raises:
       ValueError: the run lacks a column; the message lists its columns.
     """
+    if not run.header:  # it has just begun
+        return None
     for name in (X_AXES[x][0], y):
         if name not in run.header:
             raise ValueError(
                 f"run {run.name!r} has no column {name!r}. "
-                f"Its columns: {', '.join(run.header) or 'none yet'}."
+                f"Its columns: {', '.join(run.header)}."
             )
     xs = run.wall_clock() / 3600 if x == "time" else run.columns[X_AXES[x][0]]
     if y.startswith("eval_"):  # a later row has the result, see evaluator.py
@@ -77,18 +79,21 @@ def curve(run: SavedRun, x: str, y: str, smooth: int) -> Curve | None:
     return Curve(run.name, xs[some], moving_average(ys[some], smooth), ys[some])
 
 
-def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
+def group_curves(
+    curves: Sequence[Curve], iqm: bool = False, labels: Mapping[str, str] = {}
+) -> list[Curve]:
     """Joins the curves of each group, over the x range that all its runs share.
 
     The result is mean ± standard deviation over the runs, or with `iqm` their
     interquartile mean with its 95 % interval. Values are interpolated linearly.
+    `labels` has other names of groups.
     """
     joined: list[Curve] = []
     for name, members in groups.by_name(curves).items():
         first = max(member.x[0] for member in members)
         last = min(member.x[-1] for member in members)
         if len(members) == 1 or first > last:  # they share no range
-            joined += members
+            joined += [m._replace(name=labels.get(name, m.name)) for m in members]
             continue
         x = np.linspace(first, last, GRID_POINTS)
         y = np.stack([np.interp(x, m.x, m.y) for m in members])  # [runs, GRID_POINTS]
@@ -98,8 +103,8 @@ def group_curves(curves: Sequence[Curve], iqm: bool = False) -> list[Curve]:
         else:
             center, what = y.mean(axis=0), "mean ± std"
             low, high = center - y.std(axis=0), center + y.std(axis=0)
-        joint, note = f"{name} ({len(members)} runs, {what})", members[0].note
-        joined.append(Curve(joint, x, center, low=low, high=high, note=note))
+        joint = f"{labels.get(name, name)} ({len(members)} runs, {what})"
+        joined.append(Curve(joint, x, center, None, low, high, members[0].note))
     return joined
 
 
@@ -162,11 +167,11 @@ def plot(flags: argparse.Namespace) -> pathlib.Path:
         for run, rest in zip(runs, own, strict=True):
             if one := curve(run, flags.x, y, smooth):
                 note = "" if labels else protocol.describe(rest)
-                label = labels.get(name(run.name), run.name)
+                label = run.name if grouped else labels.get(run.name, run.name)
                 found.append(one._replace(name=label, note=note))
             else:
                 print(f"{run.name}: no value of {y} yet")
-        panels[y] = group_curves(found, flags.iqm) if grouped else found
+        panels[y] = group_curves(found, flags.iqm, labels) if grouped else found
     if not any(panels.values()):
         raise ValueError("there is nothing to draw yet")
     folder = find_runs(flags.xpids[0], savedir)[0] if len(runs) == 1 else pathlib.Path()

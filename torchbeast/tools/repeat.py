@@ -51,14 +51,16 @@ def starts(
     own: argparse.Namespace, typed: flagset.Typed
 ) -> Iterator[tuple[flagset.Typed, pathlib.Path, int]]:
     """The starts to make: flags, record and last step. Raises FlagError."""
-    if others := typed.here.keys() - of_resume(typed.declared, START, FREE):
+    allowed = of_resume(typed.declared, START, FREE) - {"serial"}
+    if others := typed.here.keys() - allowed:
         raise FlagError(f"a repetition has the flags of its run: omit --{min(others)}")
-    folder = pathlib.Path(flagset.merge(typed).savedir).expanduser() / own.run
+    savedir = pathlib.Path(flagset.merge(typed).savedir).expanduser()
+    folder = savedir / own.run
     records, rows = record.records_of(folder), read_rows(folder)
     if 0 not in records or not rows:
         raise FlagError(f"{folder} has no record of a run's first batch, see --record")
     xpid = typed.here.get("xpid") or f"{folder.name}-repeated"
-    if (folder.with_name(xpid) / "logs.csv").exists():
+    if (savedir / xpid / "logs.csv").exists():
         raise FlagError(f"a repetition is a new run, and {xpid} exists: choose --xpid")
     # A run that failed fails again by itself.
     failed = files.read_meta(folder).get("error")

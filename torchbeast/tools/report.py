@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from torchbeast.base.errors import using
+from torchbeast.base.errors import FlagError, using
 from torchbeast.tools import groups, protocol
 from torchbeast.tools.saved_runs import SavedRun, read_runs
 
@@ -85,22 +85,25 @@ def group_rows(
 ) -> list[dict[str, str]]:
     """A row per task of a group, and one over all tasks if there are references.
 
-    Raises ValueError if these runs can't be compared.
+    Raises FlagError if these runs can't be compared.
     """
     tasks: dict[str, list[SavedRun]] = {}
-    kept = [x for x in runs if x.meta.get("args", {}).get("seed") not in tuned_on]
+    begun = [x for x in runs if x.last("mean_game_return_100") is not None]
+    kept = [x for x in begun if x.meta.get("args", {}).get("seed") not in tuned_on]
     if not kept:
-        raise ValueError(f"{name} has no runs, or all have seeds of --tuned_on")
+        raise FlagError(f"{name} has no return yet, or all seeds are of --tuned_on")
     for run in kept:
         tasks.setdefault((run.protocol() or {}).get("env", "unknown"), []).append(run)
     groups.check_protocols({f"{name}, {task}": runs for task, runs in tasks.items()})
     found = {task: _group_row({task: tasks[task]}, steps) for task in tasks}
     if references and len(tasks) > 1:
         if missing := tasks.keys() - references.keys():
-            raise ValueError(f"--scores has no {min(missing)!r}")
+            raise FlagError(f"--scores has no {min(missing)!r}")
         what = f"all {len(tasks)}, normalised"
         found[what] = _group_row(tasks, steps, references)
-    out = f" ({len(runs) - len(kept)} of tuning left out)" if kept != runs else ""
+    tuned, new = len(begun) - len(kept), len(runs) - len(begun)
+    out = f" ({tuned} of tuning left out)" * (tuned > 0)
+    out += f" ({new} without a return left out)" * (new > 0)
     return [
         {"group": name, "task": task, **row, "runs": row["runs"] + out}
         for task, row in found.items()
@@ -130,7 +133,9 @@ def _group_row(
     # Tests count if each run has one, of its last step, and all by the same policy.
     policies = {run.test.get("policy") for run in runs}
     are_alike = len(policies) == 1 and not any(map(_differences, runs))
-    row = {"runs": str(len(runs)), "steps": f"{ends[0]:,.0f}"}
+    counts = [str(len(members)) for members in tasks.values()]  # of tasks: weights
+    total = str(len(runs)) if len(set(counts)) == 1 else " + ".join(counts)
+    row = {"runs": total, "steps": f"{ends[0]:,.0f}"}
     if len(ends) > 1:
         row["steps"] += f" to {ends[-1]:,.0f}"
     row["IQM of tests [95 %]"] = ""
@@ -219,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         references = read_references(arguments.scores) if arguments.scores else {}
         of_groups = arguments.at, references, arguments.tuned_on
         for name, members in named.items():
-            rows += group_rows(name, members, *of_groups)
+            with using(f"a meta.json or test.json of {name}", "is damaged"):
+                rows += group_rows(name, members, *of_groups)
     except (ValueError, OSError, RuntimeError) as error:  # the last: of ~ without HOME
         parser.exit(2, f"Cannot report: {error}\n")
     print((aligned if sys.stdout.isatty() else markdown)(rows))

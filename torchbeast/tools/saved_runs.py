@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchbeast.base.errors import using
+from torchbeast.base.errors import FlagError, using
 from torchbeast.runs.files import read_meta
 from torchbeast.tools.protocol import find_protocol
 
@@ -47,15 +47,15 @@ class SavedRun(NamedTuple):
         """The mean return of the last 100 games at `step`, or at the end.
 
         Raises:
-          ValueError: the run has not reached `step`, or no game has ended until then.
+          FlagError: the run has not reached `step`, or no game has ended until then.
         """
         steps = self.columns.get("step", np.empty(0))
         if step is not None and not (steps >= step).any():
-            raise ValueError(f"run {self.name!r} ends before step {step:,}")
+            raise FlagError(f"run {self.name!r} ends before step {step:,}")
         returns = self.columns.get("mean_game_return_100", np.full(len(steps), np.nan))
         known = np.isfinite(returns) & (steps <= (math.inf if step is None else step))
         if not known.any():
-            raise ValueError(f"run {self.name!r}: no game has ended until then")
+            raise FlagError(f"run {self.name!r}: no game has ended until then")
         return float(returns[known][-1])
 
     def largest_fall(self) -> float:

@@ -115,7 +115,7 @@ class Search:
     def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
         try:
             jobs = self.make_jobs(f"trial{trial}", settings)
-        except FlagError as error:
+        except (FlagError, SystemExit) as error:  # SystemExit: argparse has said why
             self.study.tell(trial, state=TrialState.FAIL)
             log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
             return []

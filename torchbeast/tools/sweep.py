@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import logging
 import pathlib
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -167,7 +168,7 @@ def run_sweep(options: argparse.Namespace, command: Sequence[str]) -> int:
         how = children.how_it_ended(statuses[job])
         log.error("%s ended %s. %s:\n%s", job.xpid, how, job.console, job.tail())
     finished = sum(status == 0 for status in statuses.values())
-    table = f"--savedir {sweep.savedir} --group '{sweep.name}-*'"
+    table = shlex.join(["--savedir", str(sweep.savedir), "--group", f"{sweep.name}-*"])
     log.info("Finished: %d runs. python -m torchbeast.report %s", finished, table)
     if stopped_by:
         log.warning("Give the same command again to continue with the other runs.")

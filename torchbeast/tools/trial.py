@@ -2,18 +2,18 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchbeast.base.errors import UserError
 from torchbeast.procs.children import Guardian, how_it_ended
-from torchbeast.runs.files import read_meta, read_rows
+from torchbeast.runs.files import read_rows
 
 WARM_UP = 0.4  # share of the seconds to measure, before that
 START_SECONDS = 120.0  # until the first update, and for FEWEST_UPDATES
@@ -78,7 +78,7 @@ class Trial:
 
     def fail(self, what: str) -> TrialError:
         return TrialError(
-            f"the trial run {what}. The command: {' '.join(self.command)}\n"
+            f"the trial run {what}. The command: {shlex.join(self.command)}\n"
             f"The end of its output:\n{self.output()[-4000:]}"
         )
 
@@ -112,18 +112,10 @@ class Trial:
                 raise self.fail(f"made only {len(ticks)} updates in {wall:.0f} s")
 
 
-class Tried(NamedTuple):
-    """A run's steps per second, and where its time went (meta.json's timings)."""
-
-    sps: float
-    timings: dict[str, Any]
-
-
-def try_command(command: Sequence[str], folder: Path, seconds: float) -> Tried:
-    """Measures a run that a command starts. Raises TrialError if it fails or hangs."""
+def try_command(command: Sequence[str], folder: Path, seconds: float) -> float:
+    """Steps per second of a run. Raises TrialError if it fails or hangs."""
     command = [*command, "--savedir", str(folder), "--xpid", "run"]
     with Trial(command, folder, os.environ) as run:
         run.wait_for_update()
         run.sleep(WARM_UP * seconds)
-        sps = run.measure(seconds)
-    return Tried(sps, read_meta(folder / "run").get("timings") or {})
+        return run.measure(seconds)

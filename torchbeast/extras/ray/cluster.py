@@ -75,18 +75,21 @@ def connect(address: str | None) -> None:
 
 
 def limit_steps(seconds: float) -> None:
-    """Prints the stack and ends this process if a step takes longer, in C, too."""
-    step = Environment.step
+    """Prints the stack and ends this process if environments take longer, in C, too."""
 
-    def limited(env: Environment, actions: Any) -> Any:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-        try:
-            return step(env, actions)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    def limited(method: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            try:
+                return method(*arguments, **named)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+        return call
 
     # The class, since other files make the objects. This process has no other use.
-    Environment.step = limited  # type: ignore[assignment,method-assign]
+    for name in ("__init__", "initial", "step"):
+        setattr(Environment, name, limited(getattr(Environment, name)))
 
 
 def start_actors(

@@ -9,7 +9,7 @@ import torch
 from torchbeast.base import ranks
 from torchbeast.base.nested import Nested, map_nested
 from torchbeast.core.distributions import ActionDistribution, Categorical
-from torchbeast.core.finite import ENVIRONMENT_IS_THE_CAUSE, bounds_rewards, find_cause
+from torchbeast.core.finite import ENVIRONMENT_IS_THE_CAUSE, find_cause
 from torchbeast.core.means import Mean, mean
 from torchbeast.core.rollout import State
 from torchbeast.extras.replay.episodes import Reader, Replay
@@ -44,11 +44,9 @@ class Mixer:
         """
         stored = {name: batch[name] for name in self.replay.fields}
         rows = map_nested(lambda x: x.cpu().numpy(), stored)
-        cause = find_cause(batch, bounds_rewards(self._flags))
+        cause = find_cause(batch)
         # Logits of masked actions are -inf.
-        is_right = not np.isnan(rows["policy_logits"]).any()
-        is_right = is_right and np.isfinite(rows["truncation_value"]).all()
-        if ENVIRONMENT_IS_THE_CAUSE in cause or not is_right:
+        if ENVIRONMENT_IS_THE_CAUSE in cause or np.isnan(rows["policy_logits"]).any():
             raise FloatingPointError(f"the batch at step {step} is not finite. {cause}")
         self.replay.add(rows, step)
         enough = self.replay.size >= self._flags.learn_start or self.replay.was_full
@@ -153,11 +151,11 @@ def implied_kl(
     if isinstance(distribution, Categorical):
         log_target = target.log_softmax(-1)
         log_ratio = log_target - behavior.log_softmax(-1)
-        policy = log_target.exp()
-        # An action that π never takes, maybe because it is masked, adds nothing.
         excess = (log_ratio - math.log(clip_rho)).clamp(min=0)
-        excess = excess.masked_fill(policy == 0, 0)
-        return (policy * excess).sum(-1) + (policy * excess.neg().exp()).sum(-1).log()
+        # An action that is masked adds nothing.
+        excess = excess.masked_fill(log_target == -math.inf, 0)
+        implied = (log_target - excess).logsumexp(-1)  # in the log, as below
+        return (log_target.exp() * excess).sum(-1) + implied
     many = target.expand(NUM_SAMPLES, *target.shape)
     actions = distribution.sample(many)
     log_ratio = distribution.log_prob(many, actions) - distribution.log_prob(
