@@ -115,7 +115,6 @@ wire::SharedMemory SharedPages::description() const {
 void Bell::wait(uint32_t before, Milliseconds limit) {
   const auto ms = std::clamp(limit, Milliseconds(0), Milliseconds(1000)).count();
   const timespec time{ms / 1000, ms % 1000 * 1'000'000};
-  was_awaited_ = 1;
   syscall(SYS_futex, &count_, FUTEX_WAIT, before, &time, nullptr, 0);
 }
 

@@ -57,7 +57,6 @@ class Bell {
 
  private:
   std::atomic<uint32_t> count_;
-  std::atomic<uint32_t> was_awaited_;  // else peers of earlier versions do not ring
 };
 
 // What the environments of all streams with a lane ring when there is something for a

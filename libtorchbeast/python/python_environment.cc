@@ -145,12 +145,14 @@ class RowReader {
 const std::string kObservation = "observation";
 const std::string kFinalObservation = "final_observation";
 
-// Calls f with the GIL; Python's exceptions become text.
+// Calls f with the GIL; Python's exceptions, and values that don't fit, become text.
 template <typename F>
 auto with_python(F&& f) {
   WithGil gil;
   try {
     return f();
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(error.what());
   } catch (const py::error_already_set& error) {
     if (error.matches(PyExc_KeyboardInterrupt)) raise_later();
     throw std::runtime_error(describe(error));

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import servers
 from test_actor_pool import act, initial_state
@@ -49,6 +50,11 @@ class Evil(servers.Coded):
         raise ValueError(EVIL)
 
 
+class Grows(servers.Coded):
+    def observation(self, action):
+        return np.zeros(4 + self.step_number, np.int32)
+
+
 def assert_harmless(text):
     assert "end" in text
     assert "\\x1b" in text
@@ -73,6 +79,8 @@ def test_texts_of_peers_are_escaped(address, tmp_path):
         assert kind == "env_error"
         assert_harmless(text)
         assert_harmless(run.pool.stats()["last_error"])
+        with pytest.raises(RuntimeError, match=r"gave int32 \[5\], not int32 \[4\]"):
+            Client(Grows, address).run()
     server = Server(Evil, f"unix:{tmp_path}/evil")
     server.start()
     with servers.Run([server.address], act, initial_state()) as run:
