@@ -118,7 +118,7 @@ class Loss(Group):
     title = "loss"
     loss: str | None = flag(None, "replaces the loss", metavar="MODULE:FUNCTION[JSON]")
     entropy_cost: float = flag(0.01, "weight of the entropy bonus", FINITE, TUNE)
-    final_entropy_cost: float | None = flag(None, "at the end", FINITE, TUNE)
+    final_entropy_cost: float | None = flag(None, "its value at the end", FINITE, TUNE)
     baseline_cost: float = flag(0.5, "weight of the value loss", AT_LEAST_0, TUNE)
     discounting: float = flag(0.99, "discount factor γ", SHARE, TUNE)
     reward_clipping: str = flag("abs_one", "abs_one clips rewards to [-1, 1]", TUNE,

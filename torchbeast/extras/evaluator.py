@@ -28,7 +28,7 @@ class Flags(Group):
     eval_interval: int = flag(
         0, "steps between evaluations beside the training; 0: none", STEPS_OR_0, FREE
     )
-    eval_episodes: int = flag(10, "games of it", COUNT, FREE, needs="eval_interval")
+    eval_episodes: int = flag(10, "games of each", COUNT, FREE, needs="eval_interval")
 
 
 def attach(run: Any) -> "Evaluator | None":
