@@ -85,7 +85,7 @@ class Moves:
             before = policy(learner, batch)
             kls, norms, losses, entropies = [], [], [], [mean_entropy(before)]
             for _ in range(learner.flags.updates_per_batch):
-                columns = learning.update(learner, batch, ())()
+                columns = learning.update(learner, batch, (), is_last=True)()
                 now = policy(learner, batch)
                 kls.append(f"{mean_kl(before, now):.3f}")
                 entropies.append(mean_entropy(now))

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,8 +51,8 @@ COLUMNS = (
 # As torchbeast.polybeast's, the servers' parents are children of the learner, "$@".
 START_MIXED = """
 python={python} flags="{flags} --num_servers 2"
-$python -m torchbeast.polybeast_env $flags --pipes_basename {unix} &
-$python -m torchbeast.polybeast_env $flags --bind {tcp} &
+"$python" -m torchbeast.polybeast_env $flags --pipes_basename {unix} &
+"$python" -m torchbeast.polybeast_env $flags --bind {tcp} &
 exec "$@"
 """
 
@@ -61,9 +62,8 @@ def begin(args: argparse.Namespace, folder: Path) -> Trial:
         return start_run("polybeast", args.flags, folder)
     unix, port = f"unix:{folder}/server", 20000 + os.getpid() % 10000
     tcp = f"127.0.0.1:{port}"
-    script = START_MIXED.format(
-        python=sys.executable, flags=args.tcp, unix=unix, tcp=tcp
-    )
+    python, place = shlex.quote(sys.executable), shlex.quote(unix)
+    script = START_MIXED.format(python=python, flags=args.tcp, unix=place, tcp=tcp)
     addresses = f"{unix}.0,{unix}.1,{tcp}-{port + 1}"
     flags = [*args.flags, "--server_addresses", addresses]
     return start_run("polybeast_learner", flags, folder, ["sh", "-c", script, "sh"])

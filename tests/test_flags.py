@@ -130,6 +130,7 @@ def test_names_of_the_outside_surface():
     """
     assert set(names.split()) <= actions().keys()
     assert parse("--envs python").atari_backend == "python"
+    assert parse("--use_resnet").model == "deep"
 
 
 def test_the_help_text(capsys):

@@ -51,19 +51,6 @@ void begin_stream(ServedStream* stream) {
 
 // Environments that raise
 
-TEST_F(ActorPoolFaultsTest, AnEnvironmentsErrorReachesTheRun) {
-  EnvServer server([] { return std::make_unique<FailingEnvironment>(0, 2, 8); },
-                   server_options(unix_address()));
-  server.start();
-  ActorPoolOptions options = pool_options({server.address()});
-  options.check = end_after_failures(0);
-  Session run(options);
-  const std::string error = error_of<std::runtime_error>([&] { run.wait(); });
-  EXPECT_NE(error.find("Traceback: it broke in step 8"), std::string::npos) << error;
-  EXPECT_NE(error.find(directory_), std::string::npos) << error;
-  EXPECT_EQ(run.pool().stats().num_dropped_steps, 2u * 2) << "of the second rollout";
-}
-
 TEST_F(ActorPoolFaultsTest, AFactorysErrorReachesTheRun) {
   EnvServer server(
       []() -> std::unique_ptr<Environment> {

@@ -46,48 +46,6 @@ TEST_F(ActorPoolTest, StreamsOfOneRolloutLengthOne) {
   }
 }
 
-TEST_F(ActorPoolTest, JoinsRolloutsOfSeveralStreams) {
-  EnvServer server(counting(2), server_options(unix_address()));
-  server.start();
-  Session run(pool_options({server.address(), server.address(), server.address()}), 6,
-              6);
-  // Which streams a batch holds is a matter of time; each column is checked.
-  Checker checker(5, true);
-  for (int i = 0; i < 10; ++i) {
-    const ArrayNest rollouts = run.rollouts();
-    EXPECT_EQ(rollouts.front().shape()[1], 6);
-    ASSERT_NO_FATAL_FAILURE(checker.check(rollouts));
-  }
-}
-
-TEST_F(ActorPoolTest, OutputsMayBeATuple) {
-  EnvServer server(counting(2), server_options(unix_address()));
-  server.start();
-  auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 2));
-  auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 2));
-  ActorPool pool(pool_options({server.address()}), queue, batcher, ArrayNest());
-  Threads threads;
-  threads.start([&] {
-    while (auto batch = batcher->next()) {
-      batch->set_outputs(ArrayNest(ArrayNest::Vector{
-          ArrayNest(ArrayNest::Vector{[&] {
-            auto memory = std::make_shared<std::vector<int64_t>>(2, 3);
-            return Array({DType::kInt64, {1, 2}},
-                         reinterpret_cast<uint8_t*>(memory->data()), memory);
-          }()}),
-          ArrayNest()}));
-    }
-  });
-  threads.start([&] { pool.run(); });
-  for (int i = 0; i < 5; ++i) {
-    const ArrayNest rollout = queue->dequeue().value();
-    EXPECT_EQ(rollout.vector()[0].vector()[1].vector().size(), 1u);
-    EXPECT_TRUE(rollout.vector()[1].empty());
-  }
-  batcher->close();  // ends the pool too
-  threads.join();
-}
-
 // Memory
 
 TEST_F(ActorPoolTest, StreamsBeyondTheMemoryAreRefused) {
@@ -135,26 +93,6 @@ TEST_F(ActorPoolTest, MemoryIsFlatOverAMillionSteps) {
 #endif
 
 // Ends
-
-TEST_F(ActorPoolTest, ClosingTheQueueEndsTheRun) {
-  EnvServer server(counting(2), server_options(unix_address()));
-  server.start();
-  Session run(pool_options({server.address()}));
-  run.rollouts();
-  run.queue().close();
-  run.wait();
-}
-
-TEST_F(ActorPoolTest, ADroppedBatchEndsTheRun) {
-  EnvServer server(counting(2), server_options(unix_address()));
-  server.start();
-  auto queue = std::make_shared<BatchingQueue>(batch_sizes(1, 2));
-  auto batcher = std::make_shared<DynamicBatcher>(batch_sizes(1, 2));
-  ActorPool pool(pool_options({server.address()}), queue, batcher, ArrayNest());
-  Threads threads;
-  threads.start([&] { batcher->next(); });
-  EXPECT_THROW(pool.run(), AsyncError);
-}
 
 // Over shared memory and TCP; those that have joined are in join_test.cc.
 TEST_F(ActorPoolTest, AFailureOutlivesTheCloseBehindIt) {

@@ -72,63 +72,12 @@ TEST_F(BatchingQueueTest, JoinsAlongEveryBatchDim) {
   }
 }
 
-TEST_F(BatchingQueueTest, JoinsNests) {
-  BatchingQueue queue(batch_sizes(1, 100));
-  std::vector<Array> frames, rewards;
-  for (int32_t width : {3, 1, 2}) {
-    frames.push_back(numbered({5, width, 7}, 100 * width));
-    rewards.push_back(numbered({5, width}, -width));
-    queue.enqueue(
-        Vector{Map{{"frame", frames.back()}, {"reward", rewards.back()}}, Vector{}});
-  }
-  const ArrayNest batch = queue.dequeue().value();
-  ASSERT_EQ(batch.vector().size(), 2u);
-  expect_same(batch.vector()[0].dict().at("frame").leaf(),
-              naive_concatenate(frames, 1));
-  expect_same(batch.vector()[0].dict().at("reward").leaf(),
-              naive_concatenate(rewards, 1));
-  EXPECT_TRUE(batch.vector()[1].vector().empty());
-}
-
 TEST_F(BatchingQueueTest, SingleItemIsNotCopied) {
   BatchingQueue queue(batch_sizes(1, 100));
   const ArrayNest one = item(4);
   queue.enqueue(one);
   EXPECT_EQ(queue.dequeue()->leaf().data(), one.leaf().data());
   EXPECT_EQ(queue.stats().bytes_copied, 0u);
-}
-
-TEST_F(BatchingQueueTest, AllocatorGivesTheMemory) {
-  std::vector<uint8_t> pinned(4096);
-  size_t num_blocks = 0;
-  BatchingOptions options = batch_sizes(1, 100);
-  options.allocator = [&](size_t num_bytes) {
-    EXPECT_LE(num_bytes, pinned.size());
-    ++num_blocks;
-    return MemoryPool::Block(std::shared_ptr<void>(), pinned.data());
-  };
-  BatchingQueue queue(options);
-  const ArrayNest one = item(4, 17);
-  for (int i = 0; i < 3; ++i) {
-    queue.enqueue(one);
-    const ArrayNest batch = queue.dequeue().value();
-    EXPECT_EQ(batch.leaf().data(), pinned.data());
-    expect_same(batch.leaf(), one.leaf());
-  }
-  EXPECT_EQ(num_blocks, 1u);
-}
-
-TEST_F(BatchingQueueTest, BatchMemoryIsUsedAgain) {
-  BatchingQueue queue(batch_sizes(1, 100));
-  size_t held = 0;
-  for (int i = 0; i < 1000; ++i) {
-    queue.enqueue(item(2));
-    queue.enqueue(item(3));
-    queue.dequeue();
-    if (i == 0) held = queue.stats().pool_bytes;
-  }
-  EXPECT_GT(held, 0u);
-  EXPECT_EQ(queue.stats().pool_bytes, held);
 }
 
 // When a batch is complete

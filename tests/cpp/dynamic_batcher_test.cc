@@ -124,15 +124,6 @@ TEST_F(DynamicBatcherTest, OneAnswerOnly) {
   EXPECT_EQ(error_of<AsyncError>([&] { answer.get(); }), "out of memory");
 }
 
-TEST_F(DynamicBatcherTest, DroppedBatch) {
-  DynamicBatcher batcher(batch_sizes(3, 9));
-  auto first = async_compute(batcher, item(1));
-  auto second = async_compute(batcher, item(2));
-  batcher.next();
-  EXPECT_TRUE(contains(error_of<AsyncError>([&] { first.get(); }), "dropped"));
-  EXPECT_THROW(second.get(), AsyncError);
-}
-
 TEST_F(DynamicBatcherTest, RefusesFaultyItems) {
   DynamicBatcher batcher(with_timeout(batch_sizes(4, 4), 60000));
   auto waiting = async_compute(batcher, good_item());

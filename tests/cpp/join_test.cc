@@ -12,28 +12,6 @@
 namespace torchbeast {
 namespace {
 
-TEST_F(JoinTest, RolloutsAreWhatHappened) {
-  auto listener = listen();
-  RunningClient a(counting(3), client_options(unix_address()));
-  const wire::EnvHello hello = listener->probe(Milliseconds(60'000));
-  EXPECT_EQ(hello.environment(), "Counting-v0");
-  EXPECT_EQ(hello.num_envs(), 3u);
-  Session run(pool_options(listener));
-  RunningClient b(counting(3), client_options(unix_address()));
-  Checker checker(kT, true);
-  while (checker.num_rollouts < 60 || checker.num_environments() < 6) {
-    ASSERT_NO_FATAL_FAILURE(checker.check(run.rollouts()));
-  }
-  const ActorPoolStats stats = run.pool().stats();
-  EXPECT_EQ(stats.num_connected, 2u);
-  EXPECT_EQ(stats.num_reconnects, 0u);
-  EXPECT_GT(stats.env_seconds, 0);
-  EXPECT_EQ(listener->stats().num_streams, 2u);
-  run.end();
-  EXPECT_EQ(run.pool().stats().num_dropped_steps, 0u) << "unfinished, not dropped";
-  EXPECT_EQ(run.pool().stats().num_connected, 0u);
-}
-
 TEST_F(JoinTest, DiallingAndListeningGoTogether) {
   auto listener = listen(4, "127.0.0.1:0");
   EnvServer server(counting(2), server_options(unix_address("server")));
@@ -152,17 +130,6 @@ TEST_F(JoinTest, ACompleteRunEndsItsEnvironments) {
       EXPECT_TRUE(events->take().first.empty());
     }
   }
-}
-
-TEST_F(JoinTest, AnEnvironmentsErrorReachesBothSides) {
-  auto listener = listen();
-  ActorPoolOptions options = pool_options(listener);
-  options.check = end_after_failures(0);
-  Session run(options);
-  RunningClient client([] { return std::make_unique<FailingEnvironment>(0, 2, 8); },
-                       client_options(unix_address()));
-  EXPECT_TRUE(contains(error_of<std::runtime_error>([&] { client.wait(); }), "step 8"));
-  EXPECT_TRUE(contains(error_of<std::runtime_error>([&] { run.wait(); }), "step 8"));
 }
 
 TEST_F(JoinTest, WithoutALearnerAClientEnds) {

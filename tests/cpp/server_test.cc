@@ -294,21 +294,6 @@ TEST_F(ServerStopTest, AnEnvironmentThatHangsIsLeftBehind) {
   gone_->get_future().wait();
 }
 
-TEST_F(ServerStopTest, AnEnvironmentMayStopItsServer) {
-  EnvServer* pointer = nullptr;
-  std::promise<void> ready;
-  auto server = serve([&] {
-    ready.get_future().wait();
-    pointer->stop(kNever);
-  });
-  pointer = server.get();
-  ready.set_value();
-  Session run(pool_options({server->address()}));
-  server->run();
-  gone_->get_future().wait();
-  server->stop();
-}
-
 TEST_F(ServerStopTest, RunWaitsForTheStreamsBesidesItsOwn) {
   std::promise<void> inside, stopping;
   std::atomic<bool> has_left{false};

@@ -1,6 +1,5 @@
 """Runs with replay, in both variants, as a user starts them."""
 
-import json
 import math
 import re
 
@@ -142,20 +141,3 @@ def test_what_can_not_work_is_refused(words, message):
     common = "--replay_ratio 1 --batch_size 2 --unroll_length 5 "
     with pytest.raises(FlagError, match=message):
         resolve(common + words)
-
-
-def test_the_fork_s_command_line(tmp_path):
-    """The flags of the LASER fork of MonoBeast."""
-    words = {
-        "use_resnet": True,
-        "suppress_logs": True,
-        "episodes_for_avg": 3,
-        "num_threads": 1,
-    }
-    output = runs.run(tmp_path, "fork", **{**LASER, **words, "total_steps": 200})
-    assert "[INFO" not in output
-    assert "Finished at step 210" in (tmp_path / "fork" / "out.log").read_text()
-    assert (
-        json.loads((tmp_path / "fork" / "meta.json").read_text())["args"]["model"]
-        == "deep"
-    )

@@ -36,9 +36,9 @@ class Several(InInfo):
             assert mask[choice], f"{action} is forbidden: {self.masks}"
 
 
-@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(
-    ("name", "highest", "lowest"), [("InInfo", np.log(2), 0.6), ("Several", 0, 0)]
+    ("module", "name", "highest", "lowest"),
+    [(MODULES[0], "Several", 0, 0), (MODULES[1], "InInfo", np.log(2), 0.6)],
 )
 def test_a_forbidden_action_is_never_taken(tmp_path, name, highest, lowest, module):
     bounds = highest, lowest

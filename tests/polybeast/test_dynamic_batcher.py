@@ -1,12 +1,10 @@
 """libtorchbeast.DynamicBatcher."""
 
 import gc
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
 
 from libtorchbeast import AsyncError, DynamicBatcher
 
@@ -22,43 +20,6 @@ def threads():
 def entry(value, width=1):
     """[1, width, 2] of `value`."""
     return np.full((1, width, 2), value, np.float32)
-
-
-def serve(batcher, answer):
-    """Answer every batch in a thread of its own."""
-
-    def run():
-        for batch in batcher:
-            batch.set_outputs(answer(batch.get_inputs()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
-def test_everybody_gets_the_own_part(threads):
-    batcher = DynamicBatcher(minimum_batch_size=4, timeout_ms=20)
-    sizes = []
-
-    def answer(inputs):
-        x = inputs["x"]
-        sizes.append(x.shape[1])
-        return (x * 10, {"first": x[..., 0].long()})
-
-    thread = serve(batcher, answer)
-    widths = [1 + i % 3 for i in range(40)]
-    inputs = [
-        entry(i, width) + np.arange(width)[:, None] for i, width in enumerate(widths)
-    ]
-    futures = [threads.submit(batcher.compute, {"x": x}) for x in inputs]
-    for x, future in zip(inputs, futures, strict=True):
-        ten, rest = future.result(timeout=30)
-        assert isinstance(ten, torch.Tensor)
-        np.testing.assert_array_equal(ten, 10 * x)
-        np.testing.assert_array_equal(rest["first"], x[..., 0].astype(np.int64))
-    batcher.close()
-    thread.join(timeout=10)
-    assert sum(sizes) == sum(widths)
 
 
 @pytest.mark.parametrize("wrong", [entry(0, 4), (entry(0, 3), {"x": entry(0, 2)}), ()])
@@ -83,12 +44,3 @@ def test_a_batch_dropped_unanswered(threads):
         with pytest.raises(AsyncError, match="dropped"):
             future.result(timeout=10)
     assert issubclass(AsyncError, RuntimeError)
-
-
-def test_faulty_inputs_are_the_callers_error():
-    batcher = DynamicBatcher()
-    with pytest.raises(ValueError, match=r'\["x"\].*no dimension 1'):
-        batcher.compute({"x": np.zeros(3)})
-    with pytest.raises(TypeError, match=r"\[0\].*str"):
-        batcher.compute(["x"])
-    assert batcher.size() == 0

@@ -78,37 +78,8 @@ def test_the_site_has_no_broken_link(site):
     assert not broken
 
 
-QUESTIONS = {
-    "custom environment": "your_environment",
-    "resume": "operations",
-    "CNN": "your_network",
-    "breakpoint": "debugging",
-    "slow": "troubleshooting",
-    "jupyter": "tour",
-    "GPU": "gpu",
-    "checkpoint": "operations",
-    "video": "evaluation",
-    "learning rate": "tuning",
-    "self-play": "examples/self_play/",
-}
-
-
-def test_the_search_finds_what_readers_ask_for(site):
-    """Ranked by the site's boosts and by the share of a field's words."""
+def test_the_site_needs_no_network(site):
     index = json.loads((site / "search/search_index.json").read_text())
-    boosts = {name: x["boost"] for name, x in index["config"]["fields"].items()}
-
-    def score(page, words):
-        total = 0.0
-        for name, boost in boosts.items():
-            found = re.findall(r"[\w-]+", str(page.get(name, "")).lower())
-            total += boost * sum(map(found.count, words)) / (20 + len(found))
-        return total * page.get("boost", 1)
-
-    for question, page in QUESTIONS.items():
-        words = question.lower().split()
-        best = max(index["docs"], key=lambda x: score(x, words))
-        assert best["location"].startswith(page), question
     inside = [x for x in index["docs"] if x["location"].startswith(("api/", "source/"))]
     assert not inside
     # From a folder, too: nothing is loaded from elsewhere.
