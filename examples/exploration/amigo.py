@@ -12,8 +12,8 @@ In the agent's own view nearly all cells change with each move.
 Differences: the policy sees the whole grid, too; the agent's reward does not fall with
 the steps it takes; the teacher has no bonus for objects and no weights for goals of its
 older networks; t* has no limit; goals are drawn by a hash of the observations so far,
-so that runs with --sync are equal; the last step of an episode reaches no goal, because
-its observation is in no rollout.
+so runs with --sync are equal, but in a test they follow from earlier games, too; the
+last step of an episode reaches no goal, because its observation is in no rollout.
 """
 
 from typing import Any

@@ -54,9 +54,11 @@ class Code:
     def about(self) -> dict[str, Any]:
         """Writes the files; returns entries of meta.json: a name, or None."""
         patch, checkout, about = b"", set[str](), provenance()
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
+        try:
             if about["git"]:
                 patch, checkout = _changes()
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("The run does not keep its code.patch: %s", error)
         named = ",".join(getattr(self.flags, name, None) or "" for name in CODE_FLAGS)
         files = {"": patch} if patch else {}
         with writing(self.folder):

@@ -30,7 +30,8 @@ class TensorBoard:
             for name, value in row.items():
                 if value is not None and name != "step":
                     # An evaluation is of earlier weights than its row.
-                    step = row["eval_step" if name.startswith("eval_") else "step"]
+                    is_eval = name in ("eval_step", "eval_return", "eval_length")
+                    step = row["eval_step" if is_eval else "step"]
                     self.writer.add_scalar(name, value, step)
 
     def close(self, status: int) -> None:

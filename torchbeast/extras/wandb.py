@@ -31,9 +31,9 @@ def begin(flags: Any, folder: pathlib.Path, **own: Any) -> Any:
     """wandb.init() for a run in this folder. Raises FlagError."""
     with needing("--wandb", "wandb"):
         import wandb
-    bounded = wandb.Settings(finish_timeout=CLOSE_SECONDS)
     of_all = {"project": flags.wandb, "dir": folder, "config": flags.as_dict()}
     with using(f"--wandb {flags.wandb} (WANDB_MODE=offline needs no network)"):
+        bounded = wandb.Settings(finish_timeout=CLOSE_SECONDS, reinit="create_new")
         return wandb.init(**of_all, **own, settings=bounded)
 
 

@@ -140,6 +140,8 @@ class VectorGames:
                 ended = {x: np.copy(info[x]) for x in names & info.keys()}
                 observation, info = self._restart(observation, info, done)
             elif (cut := truncated & ~terminated).any():
+                if final_obs is None:
+                    self._fail("it truncated without the last info['final_obs']")
                 # The learner bootstraps from the values of these.
                 final_obs = self._read_last(final_obs, cut, observation)
             final = {"final_obs": final_obs, "final_info": {**ended, "game_over": done}}

@@ -50,7 +50,8 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
     from torchbeast.runs import checkpoint, files, flagset, start
 
     flags = flagset.merge(typed)
-    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest")
+    # Another run may move "latest" during the games.
+    path = Path(os.path.expanduser(flags.savedir), flags.xpid or "latest").resolve()
     path /= flags.checkpoint
     saved = checkpoint.load(path)
     flags = flagset.merge(typed, saved, str(path))
@@ -65,9 +66,9 @@ def test(typed: Any, find_player: Callable[[Any], Any]) -> None:
             ended.append(game)
             log.info("Game %d: return %.2f after %d steps", *game[:3])
     _, returns, lengths, of_agents = zip(*sorted(ended), strict=True)  # by number
-    path, code = path.resolve(), parts.optional("code")
+    code = parts.optional("code")
     result = {
-        "xpid": path.parent.name,  # --xpid, or what "latest" links to
+        "xpid": path.parent.name,
         "checkpoint": path.name,
         "step": saved.get("stats", {}).get("step"),
         "num_games": len(ended),
