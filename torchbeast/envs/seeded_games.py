@@ -57,7 +57,7 @@ class SeededGames(gymnasium.Wrapper):
         if self.log_actions:
             self.actions.append(np.array(action))
         observation, reward, terminated, truncated, info = self.env.step(action)
-        if np.ndim(reward) or not isinstance(info, dict):  # type: ignore[arg-type]
+        if getattr(reward, "ndim", 0) or not isinstance(info, dict):
             found = f"reward {reward!r:.99}, info {info!r:.99}"
             raise InvalidEnvironmentError(f"{found}: must be a number and a dict")
         observation = read(self._space, observation)
