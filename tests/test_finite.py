@@ -37,7 +37,7 @@ def test_the_cause_of_a_loss_that_is_not_finite(monkeypatch):
     batch["goal"][1, 2, 0] = math.nan
     assert "the goal is nan" in find_cause(batch)
     batch = make_batch() | {"truncation_value": torch.full((6, 3), math.nan)}
-    assert "the environment: the last observation of" in find_cause(batch)
+    assert "the environment: an episode's last observation" in find_cause(batch)
 
 
 def test_values_that_are_too_large():

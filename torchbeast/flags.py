@@ -129,7 +129,8 @@ class Loss(Group):
     trace_decay: float = flag(1.0, "V-trace's λ", SHARE, TUNE)
     normalize_advantages: bool = flag(False, "scale to mean 0 and deviation 1", TUNE)
     clip_ratio: float = flag(math.inf, "PPO's ε (inf: none)", POSITIVE_OR_INF, TUNE)
-    max_policy_lag: int | None = flag(None, "updates, of used steps", COUNT_OR_0, TUNE)
+    max_policy_lag: int | None = flag(None,
+        "leave out steps of weights that are more updates old", COUNT_OR_0, TUNE)
 
 
 class Optimizer(Group):

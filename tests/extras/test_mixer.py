@@ -68,7 +68,7 @@ def test_states_are_those_of_whole_episodes():
         ("reward", np.nan, "the reward is nan"),
         ("reward", -np.inf, "the reward is -inf"),
         ("policy_logits", np.nan, "The cause is the update"),
-        ("truncation_value", np.inf, "the last observation of an episode"),
+        ("truncation_value", np.inf, "an episode's last observation is NaN or ∞"),
     ],
 )
 def test_a_batch_that_no_loss_can_use_is_not_stored(field, value, cause):

@@ -90,8 +90,7 @@ def test_it_prints_flags_and_leaves_nothing(variant, tmp_path, capsys, monkeypat
     assert autotune.tune(variant, shlex.split(line), 0.4) == 0
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"--num_actors 2 --envs_per_actor \d+", out[-1])
-    speed = float(re.search(r"([\d,]+) steps per", out[-2])[1].replace(",", ""))
-    assert 0 < speed < 100_000
+    assert 0 < float(out[-3].split()[0].replace(",", "")) < 100_000
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "copy").exists()
     assert not list(tmp_path.glob("torchbeast-autotune-*"))
@@ -116,7 +115,7 @@ def test_the_runs_have_the_flags_of_the_command(monkeypatch, tmp_path, capsys):
         assert (flags.replay_size, flags.learn_start) == (9000, 0)
         assert flags.disable_checkpoint
         assert not any((flags.wandb, flags.init_from, flags.mirror, flags.metrics_port))
-    assert capsys.readouterr().out.count("1,000 ") == len(seen) + 1
+    assert capsys.readouterr().out.count("1,000 ") == len(seen)
 
 
 @pytest.mark.timeout(400)

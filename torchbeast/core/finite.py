@@ -19,7 +19,7 @@ def find_cause(batch: dict[str, Any]) -> str:
             if x.is_floating_point() and (bad := ~(x.abs() <= TOO_LARGE)).any():
                 return f"{ENVIRONMENT_IS_THE_CAUSE}: the {place} is {x[bad][0]:.3g}"
     if not batch.get("truncation_value", torch.zeros(())).isfinite().all():
-        return f"{ENVIRONMENT_IS_THE_CAUSE}: the last observation of an episode"
+        return f"{ENVIRONMENT_IS_THE_CAUSE}: an episode's last observation is NaN or ∞"
     return "The cause is the update: lower --learning_rate, or check the loss"
 
 

@@ -115,9 +115,10 @@ class Search:
     def _begin(self, trial: int, settings: dict[str, Any]) -> list[Job]:
         try:
             jobs = self.make_jobs(f"trial{trial}", settings)
-        except (FlagError, SystemExit) as error:  # SystemExit: argparse has said why
+        except (FlagError, SystemExit) as error:
             self.study.tell(trial, state=TrialState.FAIL)
-            log.warning("Trial %d, with %s, can't be run: %s", trial, settings, error)
+            why = error if isinstance(error, FlagError) else "see above"  # by argparse
+            log.warning("Trial %d, with %s, can't be run: %s", trial, settings, why)
             return []
         self._open[trial] = dict.fromkeys(jobs)
         return jobs
